@@ -23,7 +23,7 @@ from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import Server, Site, serving_a_run
-from sparks import drivers, elsewhere, jre, role, s3, sink, spark
+from sparks import checkpoint, clock, drivers, elsewhere, jre, queues, role, s3, sink, spark, start
 
 import pgqueue
 
@@ -40,7 +40,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("pgqueue")
 use_memory()
 
-__all__ = ["drivers", "elsewhere", "home", "jre", "programs", "quick_initdb", "role", "s3", "sink", "spark"]  # fixtures
+# Fixtures.
+__all__ = ["checkpoint", "clock", "drivers", "elsewhere", "home", "jre", "programs", "queues", "quick_initdb", "role"]
+__all__ += ["s3", "sink", "spark", "start"]
 
 _numbers = count(1)
 

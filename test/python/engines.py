@@ -10,7 +10,9 @@ from typing import Any
 
 from pyspark.sql import types
 from pyspark.sql.streaming.datasource import ReadLimit
+from sparks import sessions
 
+from pgqueue import Queue, Stream
 from pgqueue.spark.source import PgQueueDataSource
 
 Rows = list[dict[str, Any]]
@@ -121,3 +123,57 @@ class Engine:
         while (rows := self.trigger()) is not None:
             found.append(rows)
         return found
+
+
+class Clock:
+    """A clock that is advanced by hand, and by sleep()."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def ids(rows: Any) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def by_queue(rows: Rows) -> dict[str, list[int]]:
+    """The ids of each queue, by the last part of its name."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(row["queue_name"].rpartition("-")[2], []).append(row["id"])
+    return found
+
+
+def planned(**options: str) -> tuple[Any, list[Any]]:
+    """A reader as in the workers, and its partitions."""
+    source = PgQueueDataSource(options)
+    reader = source.reader(source.schema())
+    return pickle.loads(pickle.dumps(reader)), pickle.loads(pickle.dumps(reader.partitions()))
+
+
+def read(reader: Any, part: Any) -> Rows:
+    return [row for batch in reader.read(part) for row in batch.to_pylist()]
+
+
+def stream(queue: Queue) -> Stream:
+    return queue.list_streams()[0]
+
+
+def cut(queue: Queue) -> int:
+    """End the connections of Spark."""
+    return len(sessions(queue.connection, "pg_terminate_backend(pid, 120000)"))
+
+
+def lapse(queue: Queue) -> None:
+    """Let the reservation expire."""
+    for table, column in (("messages", "visible_at"), ("streams", "claimed_until")):
+        queue.connection.execute(
+            f"update pgqueue.{table} set {column} = clock_timestamp() - interval '1 s' where queue_name = %s".encode(),
+            [queue.name],
+        )

@@ -190,6 +190,42 @@ def drivers(database: str, name: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def checkpoint() -> Any:
+    from engines import Checkpoint
+
+    return Checkpoint()
+
+
+@pytest.fixture
+def start(drivers: Callable[..., Any], checkpoint: Any) -> Callable[..., Any]:
+    """A function that starts a driver on the checkpoint, or on another one."""
+
+    def start(on: Any = None, **options: Any) -> Any:
+        return drivers(checkpoint if on is None else on, **{"maxMessagesPerTrigger": "4"} | options)
+
+    return start
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock for the retries of Spark's connections."""
+    from engines import Clock
+
+    clock = Clock()
+    monkeypatch.setattr("pgqueue.spark.connections.time", clock)
+    return clock
+
+
+@pytest.fixture
+def queues(connection: Connection, name: str) -> dict[str, Queue]:
+    """Three queues, by the last part of their names."""
+    made = {each: Queue(connection, f"{name}-{each}") for each in ("a", "b", "c")}
+    for queue in made.values():
+        queue.create_queue()
+    return made
+
+
+@pytest.fixture
 def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set the session and the process to different time zones with half-hour offsets."""
     before = spark.conf.get("spark.sql.session.timeZone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from pgqueue import Queue
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from engines import Checkpoint, Engine, Rows, struct
+    from engines import Checkpoint, Engine, planned, read, struct
     from late_workers import completed
     from pyspark.errors import StreamingQueryException
     from pyspark.sql import functions as F
@@ -28,17 +27,7 @@ if TYPE_CHECKING:
 
 
 Queues = dict[str, Queue]
-
-
 Start = Callable[..., "Engine"]
-
-
-@pytest.fixture
-def queues(connection: Connection, name: str) -> Queues:
-    made = {each: Queue(connection, f"{name}-{each}") for each in ("a", "b", "c")}
-    for queue in made.values():
-        queue.create_queue()
-    return made
 
 
 @pytest.fixture
@@ -46,25 +35,6 @@ def start(drivers: Start, queues: Queues) -> Start:
     """A function that starts a driver on a checkpoint; it reads all three queues unless its options say otherwise."""
     names = ",".join(queue.name for queue in queues.values())
     return lambda *given, **options: drivers(*given, **{"queue": names, "maxMessagesPerTrigger": "6"} | options)
-
-
-def got(rows: Rows) -> dict[str, list[int]]:
-    """The ids of each queue, by the last part of its name."""
-    found: dict[str, list[int]] = {}
-    for row in rows:
-        found.setdefault(row["queue_name"].rpartition("-")[2], []).append(row["id"])
-    return found
-
-
-def planned(**options: str) -> tuple[Any, list[Any]]:
-    """A reader as in the workers, and its partitions."""
-    source = PgQueueDataSource(options)
-    reader = source.reader(source.schema())
-    return pickle.loads(pickle.dumps(reader)), pickle.loads(pickle.dumps(reader.partitions()))
-
-
-def read(reader: Any, part: Any) -> Rows:
-    return [row for batch in reader.read(part) for row in batch.to_pylist()]
 
 
 KAFKA_DDL = (
@@ -112,16 +82,6 @@ def test_messages_are_read_with_the_columns_of_kafka(
         ] == expected
         assert [(row["topic"], row["partition"], row["timestampType"]) for row in rows] == [(queue.name, 0, 1)] * 3
         assert ([row["offset"] for row in rows], [row["timestamp"] for row in rows]) == (sent, times)
-
-
-def test_a_schema_can_select_columns_of_kafka(queues: Queues, database: str) -> None:
-    queues["a"].enqueue(7)
-    source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "columns": "kafka"})
-    chosen = t.StructType([field for field in source.schema() if field.name in ("value", "partition")])
-    reader = source.reader(chosen)
-    assert list(chain(*(read(reader, part) for part in reader.partitions()))) == [{"value": b"7", "partition": 0}]
-    with pytest.raises(OptionError, match="has no column id; its columns are key binary, value binary"):
-        source.reader(source_schema("ready"))
 
 
 def kafka_sink(database: str, queue: str | None, table: pa.Table, schema: t.StructType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import re
 import signal
@@ -22,12 +21,9 @@ from pgqueue import Queue
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
-    from pyspark.errors import AnalysisException
 
-    from pgqueue.cli import app
     from pgqueue.cli import spark as commands_of_spark
     from pgqueue.demo import spark as demo
-    from pgqueue.spark import pipelines
     from pgqueue.spark.pipelines import local_session, session
 
 
@@ -117,15 +113,6 @@ def test_dropped_queues_are_included_by_default(database: str, queue: Queue) -> 
     assert queue.name in commands_of_spark._default_queues(database, is_archived=True)
 
 
-def test_each_command_has_the_name_of_a_pipeline() -> None:
-    (group,) = (group for group in app.registered_groups if group.name == "spark")
-    assert group.typer_instance is not None
-    found = {str(command.name).replace("-", "_") for command in group.typer_instance.registered_commands}
-    found -= {"streams", "drop_stream"}
-    assert found <= set(pipelines.__all__)
-    assert len(found) == 6
-
-
 @long
 @pytest.mark.usefixtures("spark")
 @pytest.mark.skipif(
@@ -174,28 +161,3 @@ def test_only_a_local_session_has_a_fixed_address(monkeypatch: pytest.MonkeyPatc
             pass
     # A cluster has to reach the driver, and has its own Python.
     assert seen == [(None, "python-of-the-cluster"), ("127.0.0.1", sys.executable)]
-
-
-# An error that the user's code catches stays an error of PySpark, within and after local_session. PySpark logs it again
-# after local_session. This also holds if PySpark has not created its logger before.
-@long
-def test_errors_of_the_user_s_own_queries_are_not_converted(
-    spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = logging.Logger.manager.loggerDict
-    monkeypatch.setattr(logging.Logger.manager, "loggerDict", dict(known))
-    logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
-
-    def refused(spark: Any) -> str:
-        with pytest.raises(AnalysisException) as raised:
-            spark.sql("select nope")
-        assert str(raised.value.getCondition()).startswith("UNRESOLVED_COLUMN")
-        return capsys.readouterr().err
-
-    for _ in range(2):
-        with local_session() as ours:
-            assert ours is spark
-            assert refused(ours) == ""
-            assert logging.getLogger("SQLQueryContextLogger").disabled
-        assert refused(spark).count('"logger": "SQLQueryContextLogger"') == 1
-        assert not logging.getLogger("SQLQueryContextLogger").disabled

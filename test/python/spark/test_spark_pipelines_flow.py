@@ -15,8 +15,6 @@ from sparks import Connection, long
 from pgqueue import Queue
 
 if TYPE_CHECKING:
-    from pyspark.sql import functions as F
-
     from pgqueue.demo import report_page
     from pgqueue.demo.report_page import render
     from pgqueue.spark.options import OptionError
@@ -26,12 +24,10 @@ if TYPE_CHECKING:
         Measure,
         archive_to_parquet,
         dead_letter_report,
-        flow_metrics,
         flow_report,
         read_dead_letters,
         read_finished,
         replay,
-        report,
     )
     from pgqueue.spark.pipelines.times import window_of
 
@@ -80,61 +76,6 @@ def busy(database: str) -> Iterator[str]:
 
 @long
 @pytest.mark.usefixtures("elsewhere")
-def test_percentiles_equal_those_of_percentile_cont(
-    spark: Any, database: str, connection: Connection, busy: str
-) -> None:
-    window = timedelta(minutes=30)
-    expected = connection.execute(EXPECTED, {"queue": busy, "window": window}).fetchall()
-    assert len(expected) > 4
-    finished = read_finished(spark, queues=[busy], dsn=database)
-    metrics = flow_metrics(finished, window=window).withColumn("window_start", F.unix_micros("window_start"))
-    found = metrics.collect()
-    for row, (start, count, retried, retries, wait, processing) in zip(found, expected, strict=True):
-        assert row["window_start"] == round(start.timestamp() * 1e6)
-        assert (row["finished"], row["retried"], row["retries"]) == (count, retried, retries)
-        waited, processed = ([row[f"{what}_p{rank}"] for rank in (50, 95, 99)] for what in ("wait", "processing"))
-        assert waited == pytest.approx(wait, rel=1e-9)
-        assert processed == pytest.approx(processing, rel=1e-9)
-
-
-@long
-def test_approximate_percentiles_are_within_their_accuracy(
-    spark: Any, database: str, connection: Connection, busy: str
-) -> None:
-    finished = read_finished(spark, queues=[busy], dsn=database)
-    (row,) = flow_metrics(finished, window=None, accuracy=100).collect()
-    between = """
-    select percentile_disc(array[0.48, 0.52]) within group (order by extract(epoch from claimed_at - enqueued_at))
-    from pgqueue.archived_messages where queue_name = %s
-    """
-    ((low, high),) = connection.execute(between, [busy]).fetchone() or ((0, 0),)
-    assert low <= row["wait_p50"] <= high
-
-
-@long
-@pytest.mark.usefixtures("elsewhere")
-def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
-    finished = spark.sql(
-        "select 'q' as queue_name, timestamp'2026-06-30 23:10:00Z' as finished_at, null as claimed_at,"
-        " 1 as attempt_count,"
-        " timestamp'2026-06-30 23:09:00Z' as enqueued_at"
-    )
-    dead = spark.sql(
-        "select 'q' as queue_name, explode(array(timestamp'2026-06-30 23:59:59.999999Z',"
-        " timestamp'2026-07-01 00:00:00Z',"
-        " timestamp'2026-07-01 00:59:59Z')) as died_at"
-    )
-    rows = flow_metrics(finished, dead).withColumn("window_start", F.unix_micros("window_start")).collect()
-    told = [(row["window_start"], row["finished"], row["dead"], row["failure_rate"], row["wait_p50"]) for row in rows]
-    before, after = (round((MIDNIGHT + timedelta(hours=hours)).timestamp() * 1e6) for hours in (-1, 0))
-    assert told == [(before, 1, 1, 0.5, None), (after, 0, 2, 1.0, None)]
-    # One window for all messages has no start.
-    (row,) = flow_metrics(finished, dead, window=None).collect()
-    assert (row["window_start"], row["finished"], row["dead"], row["failure_rate"]) == (None, 1, 3, 0.75)
-
-
-@long
-@pytest.mark.usefixtures("elsewhere")
 def test_a_report_has_the_figures_of_sql_and_counts_messages_in_both_archive_and_parquet_once(
     spark: Any, database: str, connection: Connection, busy: str, tmp_path: Path
 ) -> None:
@@ -161,20 +102,6 @@ def test_a_report_has_the_figures_of_sql_and_counts_messages_in_both_archive_and
         assert [*asdict(measure).values()][2:] == pytest.approx(figures, rel=1e-9)
     (letters,) = report.letters
     assert (letters.error, letters.letters) == ("ValueError: <b>flight <n></b> & <text>", 1)
-
-
-@long
-def test_a_report_reads_no_payloads(spark: Any, database: str, busy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns: list[str] = []
-
-    def counted(letters: Any) -> Any:
-        columns.extend(letters.columns)
-        return dead_letter_report(letters)
-
-    monkeypatch.setattr(report, "dead_letter_report", counted)
-    flow_report(spark, [busy], dsn=database, window=timedelta(hours=1))
-    # The source reads all columns of its schema.
-    assert sorted(columns) == ["attempt_count", "died_at", "id", "last_error", "queue_name", "reason"]
 
 
 @long
@@ -212,50 +139,28 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
 
 
 @long
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
-    browser: Any, tmp_path: Path, scheme: str, width: int
-) -> None:
+def test_the_page_draws_charts_shows_any_text_and_makes_no_requests(browser: Any, tmp_path: Path) -> None:
     queue = "<script>alert(1)</script>"
     hour = timedelta(hours=1)
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
-    letters = [
-        DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT),
-        DeadLetterGroup(queue, "rejected", "b", 20, MIDNIGHT),
-    ]
-    totals = [measure(queue, None), measure("none", None, 0, None), measure("most", None, 1000, 0.0021)]
-    text = render(Flow(hour, totals, windows, letters, MIDNIGHT, "Read from <archive>"))
+    letters = [DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
+    text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
     # Control characters are replaced.
     assert "�[2J� \u202e</td>" in text
     (tmp_path / "flow.html").write_text(text)
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = browser.new_page(viewport={"width": 390, "height": 900})
     asked: list[str] = []
     errors: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda said: errors.append(said.text))
     page.goto((tmp_path / "flow.html").as_uri())
-    for number in range(4):
-        page.locator(".chart").nth(number).scroll_into_view_if_needed()
-        page.locator(".chart").nth(number).locator(".main-svg").first.wait_for()
+    page.locator(".chart").nth(2).scroll_into_view_if_needed()
+    page.locator(".chart").nth(2).locator(".main-svg").first.wait_for()
     assert (asked, errors) == ([(tmp_path / "flow.html").as_uri()], [])
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    ink = page.evaluate("getComputedStyle(document.querySelector('.chart .xtick text')).fill")
-    assert ink == {"light": "rgb(82, 81, 78)", "dark": "rgb(195, 194, 183)"}[scheme]
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     # Empty windows between others are included, and interrupt the lines.
     (waits,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(2, 3).map(one => one.data[0].y)")
     assert waits == [0.5, None, None, None]
-    first = page.locator("table").first
-    columns = {
-        "wait p50": ["none", "most", queue],
-        "finished": ["none", queue, "most"],
-        "queue": [queue, "most", "none"],
-    }
-    for heading, ascending in columns.items():
-        for order in (ascending[::-1], ascending):
-            first.get_by_role("button", name=heading, exact=True).click()
-            names = first.locator("tbody td:first-child").all_inner_texts()
-            assert names == order
     page.close()
 
 
@@ -263,26 +168,6 @@ def test_durations_are_shown_in_the_unit_that_fits_and_shares_in_per_cent() -> N
     told = [report_page.seconds(value) for value in (2e8, 7200.0, 90.0, 0.02, 2e-6, 0.0, -1.0, None)]
     assert told == ["2,315 d", "2 h", "90 s", "20 ms", "2 µs", "0 s", "0 s", ""]
     assert [report_page.share(5.0), report_page.share(0.0123456)] == ["500 %", "1.23 %"]
-
-
-def test_axes_of_durations_are_logarithmic_only_for_wide_ranges() -> None:
-    wide = report_page._time_axis({"p50": [0.001, None], "p99": [7.0]})
-    assert (wide["type"], wide["ticktext"][:3]) == ("log", ["1 ms", "10 ms", "100 ms"])
-    assert report_page._time_axis({"p50": [0.5], "p99": [3.0]})["ticktext"] == [f"{n} s" for n in range(6)]
-    # Clocks can differ.
-    assert "type" not in report_page._time_axis({"p50": [-5.0], "p99": [1000.0]})
-    assert report_page._time_axis({"p50": [None], "p99": [0.0]}) == {}
-
-
-@long
-def test_only_the_busiest_queues_have_charts() -> None:
-    hour = timedelta(hours=1)
-    names = [f"q{number}" for number in range(110)]
-    totals = [measure(name, None, finished) for finished, name in enumerate(names)]
-    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read"))
-    assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
-    assert all(f">{name}</td>" in text for name in names)
-    assert "The 100 busiest of 110 queues have charts." in text
 
 
 def test_a_page_without_messages_says_so() -> None:

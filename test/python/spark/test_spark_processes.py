@@ -68,36 +68,20 @@ def says(version: str) -> str:
     return f"echo 'openjdk version \"{version}\" 2026-01-20' >&2"
 
 
-def test_java_is_found_in_the_usual_directories(nowhere: Path) -> None:
-    program(nowhere / "jvm/java-11", says("11.0.2"))
-    home = program(nowhere / "jvm/java-21", f"echo Picked up JAVA_TOOL_OPTIONS: -Xmx1g >&2; {says('21.0.1')}")
-    found = find_java()
-    assert (found.home, found.major, found.version) == (home, 21, 'openjdk version "21.0.1" 2026-01-20')
-
-
-def test_the_latest_of_several_javas_is_used(nowhere: Path) -> None:
-    for major in (17, 25, 21):
-        program(nowhere / f"jvm/java-{major}", says(f"{major}.0.1"))
-    assert find_java().major == 25
-
-
-def test_a_java_that_does_not_run_is_skipped(nowhere: Path) -> None:
+def test_the_latest_java_that_runs_is_used_and_that_of_java_home_comes_first(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(nowhere / "jvm/java-25", f"{says('25.0.1')}; exit 1")
-    (program(nowhere / "jvm/java-24", says("24.0.1")) / "bin/java").chmod(0o644)
-    usual = program(nowhere / "jvm/java-17", says("17.0.9"))
-    assert find_java().home == usual
-
-
-def test_java_on_path_can_be_a_symbolic_link(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = program(nowhere / "elsewhere/java-21", says("21.0.1"))
-    (nowhere / "usr/bin").mkdir(parents=True)
-    (nowhere / "usr/bin/java").symlink_to(home / "bin/java")
-    monkeypatch.setenv("PATH", f"{nowhere / 'usr/bin'}:/usr/bin:/bin")
-    assert find_java().home == home
-
-
-def test_java_home_comes_first_and_is_skipped_if_it_is_invalid(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = program(nowhere / "jvm/java-17", says("17.0.9"))
+    program(nowhere / "jvm/java-11", says("11.0.2"))
+    program(nowhere / "jvm/java-17", says("17.0.9"))
+    usual = program(nowhere / "jvm/java-21", f"echo Picked up JAVA_TOOL_OPTIONS: -Xmx1g >&2; {says('21.0.1')}")
+    found = find_java()
+    assert (found.home, found.major, found.version) == (usual, 21, 'openjdk version "21.0.1" 2026-01-20')
+    (nowhere / "bin").mkdir()
+    (nowhere / "bin/java").symlink_to(program(nowhere / "elsewhere", says("22.0.1")) / "bin/java")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{nowhere / 'bin'}:/usr/bin:/bin")
+        assert find_java().home == nowhere / "elsewhere"
     monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
     assert find_java().major == 25
     monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
@@ -263,23 +247,6 @@ def test_a_failed_start_of_spark_raises_spark_failure(tmp_path: Path) -> None:
 
 
 HURRY = "-XX:TieredStopAtLevel=1"
-
-
-# In a process of its own, as the JVM has ended when the error is printed.
-@long
-@pytest.mark.usefixtures("jre")
-def test_the_log_of_a_failed_command_is_kept(database: str, queue: Queue, tmp_path: Path) -> None:
-    words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
-    done = subprocess.run(
-        [*commands.COMMAND, "spark", *words],
-        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    log, *others = tmp_path.glob("*pgqueue*")
-    assert done.stderr == f'pgqueue: No FileSystem for scheme "nosuch"\nhint: Spark\'s log is {log}\n', done
-    assert (done.returncode, done.stdout, others) == (1, "", [])
 
 
 @long

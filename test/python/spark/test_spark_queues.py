@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
 from collections.abc import Callable
-from datetime import UTC
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
-from sparks import PATIENCE, Connection, left, long
+from sparks import Connection, left
 
 import pgqueue
 from pgqueue import Queue
-from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
-    from engines import Checkpoint, Died, Engine, Rows
-    from late_workers import completed, running
+    from engines import Checkpoint, Died, Engine, by_queue, planned, read
     from pyspark.sql.streaming.datasource import ReadAllAvailable
 
     from pgqueue.spark.options import OptionError, parse
     from pgqueue.spark.snapshot import IdRange, divide
-    from pgqueue.spark.source import PgQueueDataSource
 
 
 Queues = dict[str, Queue]
-
-
 Start = Callable[..., "Engine"]
 
 
 # Uses of options, as pgqueue.spark.options names them.
 READ, STREAM, WRITE = "read", "stream", "write"
-
-
-@pytest.fixture
-def queues(connection: Connection, name: str) -> Queues:
-    made = {each: Queue(connection, f"{name}-{each}") for each in ("a", "b", "c")}
-    for queue in made.values():
-        queue.create_queue()
-    return made
 
 
 @pytest.fixture
@@ -57,25 +39,17 @@ def start(drivers: Start, queues: Queues) -> Start:
     return lambda *given, **options: drivers(*given, **{"queue": names, "maxMessagesPerTrigger": "6"} | options)
 
 
-def got(rows: Rows) -> dict[str, list[int]]:
-    """The ids of each queue, by the last part of its name."""
-    found: dict[str, list[int]] = {}
-    for row in rows:
-        found.setdefault(row["queue_name"].rpartition("-")[2], []).append(row["id"])
-    return found
-
-
 def test_a_micro_batch_has_messages_of_each_queue_and_busy_queues_get_the_rest(queues: Queues, start: Start) -> None:
     sent = {each: queue.enqueue_batch([1] * 10) for each, queue in queues.items() if each != "c"}
     engine = start(Checkpoint(), numPartitions="3").begin()
     end = engine.plan()
     # Each task reads a part of both batches.
     assert [len(part.parts) for part in engine.parts(end)] == [2, 2, 2]
-    assert got(engine.run(end)) == {"a": sent["a"][:2], "b": sent["b"][:2]}
+    assert by_queue(engine.run(end)) == {"a": sent["a"][:2], "b": sent["b"][:2]}
     # c, which had nothing, comes first from now on, and leaves its share to the others.
-    assert got(engine.trigger() or []) == {"a": sent["a"][2:5], "b": sent["b"][2:5]}
+    assert by_queue(engine.trigger() or []) == {"a": sent["a"][2:5], "b": sent["b"][2:5]}
     late = queues["c"].enqueue_batch([1])
-    assert got(engine.trigger() or [])["c"] == late
+    assert by_queue(engine.trigger() or [])["c"] == late
     assert [len(rows) for rows in engine.drain()] == [5]
     assert left(*queues.values()) == 0
     assert {queue.list_streams()[0].stream_name for queue in queues.values()} == {"s"}
@@ -88,7 +62,7 @@ def test_a_driver_that_dies_with_batches_of_several_queues_is_followed_by_one_th
     sent = {each: queue.enqueue_batch([1] * 6) for each, queue in queues.items()}
     checkpoint = Checkpoint()
     with start(checkpoint).begin() as engine:
-        assert got(engine.trigger() or []) == {each: found[:2] for each, found in sent.items()}
+        assert by_queue(engine.trigger() or []) == {each: found[:2] for each, found in sent.items()}
         claim = Queue.stream_claim
         calls: list[Any] = []
 
@@ -109,7 +83,7 @@ def test_a_driver_that_dies_with_batches_of_several_queues_is_followed_by_one_th
     replayed = [rows for _, rows in again.sink]
     assert len(replayed) == (1 if point.endswith("sink") else 0)
     for rows in replayed:
-        assert got(rows) == {each: found[2:4] for each, found in sent.items()}
+        assert by_queue(rows) == {each: found[2:4] for each, found in sent.items()}
     found = [row["id"] for row in chain(*replayed, *again.drain())]
     assert sorted(found) == sorted(chain(*(each[2:] for each in sent.values()), late))
     assert left(*queues.values()) == 0
@@ -159,13 +133,13 @@ def test_a_queue_can_be_added_to_a_checkpoint_but_not_left_out(queues: Queues, s
         engine.drain()
     sent = queues["b"].enqueue(1)
     with start(checkpoint, queue=f"{only['a']}, {only['b']}").begin() as engine:
-        assert [got(rows) for rows in engine.drain()] == [{"b": [sent]}]
+        assert [by_queue(rows) for rows in engine.drain()] == [{"b": [sent]}]
     more = queues["b"].enqueue(1)
     said = f"that of stream s of queue {only['a']}, not of stream s of queue {only['b']}: use a new checkpoint"
     with pytest.raises(OptionError, match=said):
         start(checkpoint, queue=only["b"]).begin().trigger()
     lenient = start(checkpoint, queue=only["b"], failOnDataLoss="false").begin()
-    assert [got(rows) for rows in lenient.drain() if rows] == [{"b": [more]}]
+    assert [by_queue(rows) for rows in lenient.drain() if rows] == [{"b": [more]}]
 
 
 def test_a_limit_below_the_number_of_queues_is_refused(queues: Queues, start: Start) -> None:
@@ -184,31 +158,31 @@ def test_a_pattern_includes_later_queues_and_continues_without_dropped_ones(
     engine = start(checkpoint, queuePattern=f"{name}-*", maxMessagesPerTrigger="100").begin()
     assert engine.trigger() is None
     sent = queues["a"].enqueue(1)
-    assert got(engine.trigger() or []) == {"a": [sent]}
+    assert by_queue(engine.trigger() or []) == {"a": [sent]}
     later = Queue(connection, f"{name}-later")
     later.create_queue()
     sent = later.enqueue(1)
-    assert got(engine.trigger() or []) == {"later": [sent]}
+    assert by_queue(engine.trigger() or []) == {"later": [sent]}
     engine.trigger()
     queues["b"].enqueue(1)
     later.drop_queue()
     queues["c"].drop_queue()
     assert engine.reader.reportLatestOffset()["ready_messages"] == 1
-    assert [got(rows).keys() for rows in engine.drain() if rows] == [{"b"}]
+    assert [by_queue(rows).keys() for rows in engine.drain() if rows] == [{"b"}]
     # Its last batch need not be acknowledged.
     later.create_queue()
     later.enqueue(1)
     engine.trigger()
     later.drop_queue()
     more = queues["b"].enqueue(1)
-    assert [got(rows) for rows in engine.drain() if rows] == [{"b": [more]}]
+    assert [by_queue(rows) for rows in engine.drain() if rows] == [{"b": [more]}]
     # A new queue with the name of a dropped one starts with batch 1, in the running query and after a restart.
     for again in (engine, start(checkpoint, queuePattern=f"{name}-*", maxMessagesPerTrigger="100")):
         if again is not engine:
             again.begin()
         later.create_queue()
         sent = later.enqueue(1)
-        assert [got(rows) for rows in again.drain() if rows] == [{"later": [sent]}]
+        assert [by_queue(rows) for rows in again.drain() if rows] == [{"later": [sent]}]
         later.drop_queue()
         assert [rows for rows in again.drain() if rows] == []
 
@@ -224,7 +198,7 @@ def test_a_queue_dropped_with_an_open_batch_ends_the_query_unless_losses_are_acc
     with pytest.raises(pgqueue.QueueNotFound):
         start(checkpoint, queuePattern=f"{name}-*").begin()
     with start(checkpoint, queuePattern=f"{name}-*", failOnDataLoss="false").begin() as engine:
-        assert [got(rows) for _, rows in engine.sink] == [{"a": [sent["a"]], "c": [sent["c"]]}]
+        assert [by_queue(rows) for _, rows in engine.sink] == [{"a": [sent["a"]], "c": [sent["c"]]}]
         assert [rows for rows in engine.drain() if rows] == []
     assert left(queues["a"], queues["c"]) == 0
 
@@ -237,7 +211,7 @@ def test_a_pattern_omits_queues_that_the_role_may_not_consume(
     connection.execute("select pgqueue.grant_access(%s, 'producer', %s)", [user, queues["b"].name])
     sent = {each: queue.enqueue(1) for each, queue in queues.items()}
     with start(Checkpoint(), dsn, queuePattern=f"{name}-*", heartbeatInterval="0.1 s").begin() as engine:
-        assert [got(rows) for rows in engine.drain()] == [{"a": [sent["a"]]}]
+        assert [by_queue(rows) for rows in engine.drain()] == [{"a": [sent["a"]]}]
         assert engine.reader.reportLatestOffset()["ready_messages"] == 0
         # A queue of that name that is created later is another one.
         queues["b"].drop_queue()
@@ -245,7 +219,7 @@ def test_a_pattern_omits_queues_that_the_role_may_not_consume(
         queues["b"].create_queue()
         connection.execute("select pgqueue.grant_access(%s, 'consumer', %s)", [user, queues["b"].name])
         again = queues["b"].enqueue(1)
-        assert [got(rows) for rows in engine.drain() if rows] == [{"b": [again]}]
+        assert [by_queue(rows) for rows in engine.drain() if rows] == [{"b": [again]}]
     with pytest.raises(pgqueue.QueueNotFound):
         start(Checkpoint(), dsn).begin()
 
@@ -266,18 +240,7 @@ def test_available_now_with_a_pattern_ends_without_queues_and_without_later_mess
     engine.begin()
     # Trigger.Once has no limit of its own.
     engine.limit = ReadAllAvailable()
-    assert [got(rows) for rows in engine.drain()] == [{each: [number] for each, number in sent.items()}]
-
-
-def planned(**options: str) -> tuple[Any, list[Any]]:
-    """A reader as in the workers, and its partitions."""
-    source = PgQueueDataSource(options)
-    reader = source.reader(source.schema())
-    return pickle.loads(pickle.dumps(reader)), pickle.loads(pickle.dumps(reader.partitions()))
-
-
-def read(reader: Any, part: Any) -> Rows:
-    return [row for batch in reader.read(part) for row in batch.to_pylist()]
+    assert [by_queue(rows) for rows in engine.drain()] == [{each: [number] for each, number in sent.items()}]
 
 
 @pytest.mark.parametrize("by_pattern", [False, True])
@@ -291,9 +254,9 @@ def test_a_read_of_several_queues_has_no_more_partitions_than_one_of_a_single_qu
     reader, parts = planned(dsn=database, numPartitions="3", **named)
     found = [read(reader, part) for part in parts]
     assert [len(rows) for rows in found] == [4, 4, 4]
-    assert got(list(chain(*found))) == sent
+    assert by_queue(list(chain(*found))) == sent
     reader, parts = planned(dsn=database, numPartitions="1", **named)
-    assert [got(read(reader, part)) for part in parts] == [sent]
+    assert [by_queue(read(reader, part)) for part in parts] == [sent]
 
 
 def test_a_list_with_an_unknown_queue_is_refused_and_a_pattern_without_queues_is_empty(
@@ -319,42 +282,11 @@ def test_partitions_have_the_same_number_of_messages_although_ids_have_holes(
     assert [len(read(reader, part)) for part in parts] == [25, 25, 25, 26]
 
 
-@long
-def test_the_plan_of_a_read_by_a_pattern_locks_few_tables_at_a_time(tmp_path: Path) -> None:
-    home, number = tmp_path / "data", 400
-    with (
-        EmbeddedServer(data_dir=home, durable=False) as server,
-        psycopg.connect(server.dsn, autocommit=True) as connection,
-    ):
-        connection.execute("create extension pgqueue")
-        for n in range(number):
-            queue = Queue(connection, f"many-{n}")
-            queue.create_queue(dedicated=True)
-            queue.enqueue(n)
-    # Fewer locks than there are tables.
-    few = {"max_connections": "10", "max_worker_processes": "0", "max_wal_senders": "0"}
-    settings = few | {"max_locks_per_transaction": "10", "autovacuum_worker_slots": "1"}
-    with EmbeddedServer(data_dir=home, durable=False, settings=settings) as server:
-        with psycopg.connect(server.dsn) as connection, pytest.raises(psycopg.errors.OutOfMemory):
-            connection.execute("select count(*) from pgqueue.messages")
-        reader, parts = planned(dsn=server.dsn, queuePattern="many-*", numPartitions="8")
-        assert sum(len(read(reader, part)) for part in parts) == number
-
-
-def test_partitions_need_no_time_zone_of_the_session(queues: Queues, database: str) -> None:
-    # A worker may not know the time zone that the server or the role has.
-    queues["a"].enqueue(1)
-    source = PgQueueDataSource({"dsn": f"{database} options='-c TimeZone=Asia/Kolkata'", "queue": queues["a"].name})
-    part: Any
-    (part,) = source.reader(source.schema()).partitions()
-    assert {one.at.tzinfo for one in part.ranges} == {UTC}
-
-
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60), st.integers(1, 100)), max_size=8), max_size=4),
     st.integers(1, 12),
 )
-def test_any_ranges_are_divided_without_gaps_and_evenly(steps: list[Any], most: int) -> None:
+def test_any_ranges_are_divided_without_gaps(steps: list[Any], most: int) -> None:
     at: Any = None
     counted: list[Any] = []
     for number, parts in enumerate(steps):
@@ -371,17 +303,6 @@ def test_any_ranges_are_divided_without_gaps_and_evenly(steps: list[Any], most: 
         mine = [one for one in ranges if one.queue == whole.queue]
         assert (mine[0].first, mine[-1].last) == (whole.first, whole.last)
         assert all(before.last + 1 == after.first for before, after in pairwise(mine))
-    total = sum(count for _, parts in counted for *_, count in parts)
-    spread = Counter[int]()
-    for whole, parts in counted:
-        for first, last, count in parts:
-            for n in range(count):
-                place = first + (last - first + 1) * n // count
-                for task, each in enumerate(divided):
-                    if any(one.queue == whole.queue and one.first <= place <= one.last for one in each):
-                        spread[task] += 1
-    assert sum(spread.values()) == total
-    assert max(spread.values(), default=0) <= total // most + 2
 
 
 @pytest.mark.parametrize(
@@ -406,29 +327,3 @@ def test_options_of_queues_and_databases_are_checked(use: str, options: dict[str
         parse(options, use)
     assert said in str(raised.value)
     assert "s3cret" not in str(raised.value)
-
-
-@long
-def test_triggers_once_and_processing_time_read_all_queues_of_a_pattern(
-    spark: Any, queues: Queues, database: str, name: str, tmp_path: Path
-) -> None:
-    seen: list[list[tuple[str, int]]] = []
-
-    def run(**trigger: Any) -> Any:
-        source = spark.readStream.format("pgqueue").option("dsn", database).option("maxMessagesPerTrigger", "4")
-        frame = source.option("queuePattern", f"{name}-*").option("streamId", "s").load()
-        write = frame.writeStream.foreachBatch(
-            lambda rows, _: seen.append(sorted((row.queue_name[-1], row.id) for row in rows.collect()))
-        )
-        return write.option("checkpointLocation", str(tmp_path)).trigger(**trigger).start()
-
-    sent = [(each, queue.enqueue(n)) for n in range(3) for each, queue in queues.items()]
-    completed(lambda: run(once=True))
-    # Trigger.Once has no limit, and leaves its batch reserved until the next run acknowledges it.
-    assert seen == [sorted(sent)]
-    assert left(*queues.values()) == 9
-    more = [(each, queue.enqueue(9)) for each, queue in queues.items()]
-    query = running(lambda: run(processingTime="0 seconds"))
-    wait_for(lambda: left(*queues.values()) == 0, PATIENCE)
-    query.stop()
-    assert sorted(chain(*seen[1:])) == sorted(more)

@@ -37,17 +37,9 @@ if TYPE_CHECKING:
 
 
 Rows = list[dict[str, Any]]
-
-
 Reads = Callable[..., Rows]
-
-
 Loads = Callable[..., Any]
-
-
 HOUR = datetime.timedelta(hours=1)
-
-
 SINGLE = {"numPartitions": "1"}
 
 
@@ -117,11 +109,7 @@ def test_timestamps_outside_years_1_to_9999_are_null(orders: Queue, rows: Reads)
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
-
-
 WHOLE = st.integers(-(2**31), 2**31 - 1)
-
-
 VALUES = {
     "id": st.integers(-(2**63), 2**63 - 1),
     "queue_name": st.just("orders"),
@@ -138,8 +126,6 @@ VALUES = {
 
 
 KINDS = {"payload": "jsonb", "headers": "jsonb", "message_id": "uuid", "body": "bytea", "id": "bigint"}
-
-
 KINDS |= {"attempt_count": "int", "max_attempts": "int", "enqueued_at": "timestamptz"}
 
 
@@ -168,13 +154,6 @@ def test_any_rows_are_read_as_the_database_returns_them(database: str, data: st.
     assert [tuple(row.values()) for row in found] == expected
 
 
-@pytest.mark.parametrize("number", ["n::smallint", "case when n <> 2 then n end::bigint"])
-def test_a_fixed_size_column_of_another_size_raises_an_error(database: str, number: str) -> None:
-    other = sql.SQL(f"(select {number} as id, 'text' as payload from generate_series(1, 3) as n) as numbers")
-    with psycopg.connect(database) as connection, pytest.raises(TypeError, match="column id has values that are null"):
-        list(read_batches(connection, other, QUEUE, struct("id long, payload string")))
-
-
 def test_session_settings_do_not_affect_a_read(orders: Queue, database: str) -> None:
     orders.enqueue(body=b"\x00\\a")
     # The offset of Monrovia was then 44 minutes and 30 seconds, which Arrow cannot parse.
@@ -190,8 +169,6 @@ def test_session_settings_do_not_affect_a_read(orders: Queue, database: str) -> 
 
 
 QUEUE = {"queue": "orders"}
-
-
 NUMBERS = sql.SQL("(select n::bigint as id from generate_series(1, 1000) n) as numbers")
 
 
@@ -227,13 +204,6 @@ def test_an_error_of_the_server_during_the_copy_is_raised(
     fails = sql.SQL(f"(select {number} as id from generate_series(1, 1000) n) as fails")
     with psycopg.connect(database) as connection, pytest.raises(error):
         list(read_batches(connection, fails, QUEUE, struct("id long")))
-
-
-def test_a_lost_connection_raises_an_operational_error(database: str, connection: Connection) -> None:
-    with psycopg.connect(database, autocommit=True) as lost:
-        connection.execute("select pg_terminate_backend(%s, 120000)", [lost.info.backend_pid])
-        with pytest.raises(psycopg.OperationalError):
-            list(copy_to_arrow._copy_rows(lost, b"copy (select 1) to stdout with (format binary)"))
 
 
 def test_a_payload_can_be_larger_than_an_arrow_batch(orders: Queue, rows: Reads) -> None:
@@ -289,16 +259,6 @@ def test_a_role_that_is_no_reader_of_all_queues_is_refused(orders: Queue, role: 
             read(reader_of(dsn, name))
 
 
-@pytest.mark.usefixtures("everywhere")
-def test_dead_letters_and_archived_messages_have_their_own_columns(rows: Reads) -> None:
-    (dead,) = rows(source="dead")
-    assert (dead["reason"], dead["last_error"], dead["payload"]) == ("rejected", "broken", '"dead"')
-    assert dead["died_at"] > dead["enqueued_at"]
-    (archived,) = rows(source="archive")
-    assert archived["finished_at"] > archived["claimed_at"] > archived["enqueued_at"]
-    assert "visible_at" not in dead
-
-
 def everything(connection: Connection, name: str) -> list[Any]:
     tables = ("messages", "scheduled_messages", "dead_messages")
     return [
@@ -327,26 +287,6 @@ def test_partitions_are_id_ranges_that_cover_each_message_once(
     assert ids(read(reader)) == sent
     read_ids = [one for part in ranges for one in part.ranges]
     assert all(before.last + 1 == after.first for before, after in pairwise(read_ids))
-
-
-def test_messages_sent_after_planning_are_not_read(orders: Queue, database: str, name: str) -> None:
-    sent = orders.enqueue_batch([1, 2, 3])
-    reader = reader_of(database, name, "id long", **SINGLE)
-    (planned,) = reader.partitions()
-    orders.enqueue(4)
-    assert [row["id"] for batch in reader.read(planned) for row in batch.to_pylist()] == sent
-
-
-def test_a_message_that_changes_state_during_a_read_is_read_once(orders: Queue, database: str, name: str) -> None:
-    sent = orders.enqueue_batch([1, 2])
-    reader = reader_of(database, name, "id long, state string", source="all", **SINGLE)
-    (planned,) = reader.partitions()
-    batches = reader.read(planned)
-    found = next(batches).to_pylist()
-    # The messages move to a table that is read later.
-    assert [orders.reject(one.id, one.claim_token) for one in orders.claim(2)] == [True, True]
-    found += [row for batch in batches for row in batch.to_pylist()]
-    assert [(row["id"], row["state"]) for row in found] == [(number, "ready") for number in sent]
 
 
 @pytest.mark.parametrize("columns", ["pgqueue", "kafka"])
@@ -480,18 +420,6 @@ def test_partitions_divide_only_the_selected_time_range(orders: Queue, database:
     assert ids(read(reader)) == sent[90:]
 
 
-def test_archived_messages_without_a_day_partition_are_read(
-    everywhere: dict[str, int], connection: Connection, rows: Reads, name: str
-) -> None:
-    connection.execute(
-        "with gone as (delete from pgqueue.archived_messages where queue_name = %s returning *)"
-        " insert into pgqueue.unfiled_messages select * from gone",
-        [name],
-    )
-    assert ids(rows(source="archive")) == [everywhere["archived"]]
-    assert everywhere["archived"] in ids(rows(source="all"))
-
-
 def test_since_and_until_use_died_at_and_finished_at(
     everywhere: dict[str, int], connection: Connection, rows: Reads
 ) -> None:
@@ -506,12 +434,6 @@ def test_since_and_until_use_died_at_and_finished_at(
     assert ids(rows(source="dead", until="2021-01-01")) == []
     assert ids(rows(source="archive", since="2021-01-01")) == [everywhere["archived"]]
     assert everywhere["dead"] not in ids(rows(source="all", since="2021-01-01"))
-
-
-def test_a_user_schema_selects_columns(orders: Queue, rows: Reads) -> None:
-    number = orders.enqueue({"a": 1})
-    assert rows("payload string, id long") == [{"payload": '{"a": 1}', "id": number}]
-    assert list(rows("payload string, id long")[0]) == ["payload", "id"]
 
 
 def test_only_columns_that_are_never_null_can_be_declared_not_null(orders: Queue, database: str) -> None:

@@ -324,18 +324,6 @@ def test_the_row_of_invalid_json_is_found_within_a_staged_row(sink: Sink, target
     sink.refuses(said, kinds, batch(kinds, *[("1", None)] * 350), batch(kinds, *map(tuple, rows)))
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(1, [100, 100, 50]), (30_000, [2, 2, 1]), (70_000, [1, 1, 1])], ids=["1", "30K", "70K"]
-)
-def test_many_messages_are_staged_in_a_row_within_limits(sink: Sink, length: int, expected: list[int]) -> None:
-    staged = sink.write(sink.writer(), payloads(*[json.dumps("x" * length)] * sum(expected)))
-    rows = sink.connection.execute(
-        "select row_number, messages from pgqueue.staged_messages where token = %s order by row_number",
-        (next(iter(staged.counts)),),
-    ).fetchall()
-    assert rows == [(1 + sum(expected[:place]), messages) for place, messages in enumerate(expected)]
-
-
 def test_large_rows_are_sent_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
     values = column_mapping.ColumnMapping.values
@@ -419,9 +407,3 @@ def test_an_unknown_queue_is_refused_before_rows_are_copied(sink: Sink) -> None:
 
     with pytest.raises(pgqueue.QueueNotFound, match="nowhere"):
         sink.writer(queue="nowhere").write(rows())
-
-
-def test_a_queue_name_with_invalid_utf_8_is_shown_escaped(sink: Sink) -> None:
-    names = pa.Array.from_buffers(pa.string(), 2, pa.array([sink.name.encode(), b"\xff"], pa.binary()).buffers())
-    rows = pa.record_batch([names, pa.array(["1", "2"])], ["queue_name", "payload"])
-    sink.refuses(r"queue E'\\\\xff' does not exist", texts("queue_name", "payload"), rows, queue="")
