@@ -12632,13 +12632,17 @@ begin
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
-    perform pgqueue._check_group_keys(array[group_key]);
-    perform pgqueue._check_priorities(array[priority]);
-    headers := pgqueue._with_group_and_priority(headers, group_key, priority);
+    if group_key is not null or priority is not null then
+        perform pgqueue._check_group_keys(array[group_key]), pgqueue._check_priorities(array[priority]);
+        headers := pgqueue._with_group_and_priority(headers, group_key, priority);
+    end if;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
-    perform pgqueue._check_content(smallest, payload, body, headers);
+    -- What the fast path of enqueue would send needs no other check.
+    if pgqueue._has_fast_path(smallest, payload, delay, headers, expires_in, body) is not true then
+        perform pgqueue._check_content(smallest, payload, body, headers);
+    end if;
 
     if dedup_key is not null then
         perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
