@@ -4188,8 +4188,7 @@ begin
     if pgqueue._is_maintenance_due(at) then
         perform pgqueue._do_maintenance(at);
     end if;
-    -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
-    -- with publish would make sending a delayed message 25 per cent slower.
+    -- enqueue_batch and sink_commit contain these two inserts with another source. publish contains the second.
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -12616,43 +12615,27 @@ begin
 
     if dedup_key is not null then
         perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
-        perform e
-        from unnest(names) as n
-        cross join lateral pgqueue.enqueue_batch(
-            n, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
-            dedup_keys => array[dedup_key], on_duplicate => on_duplicate) e;
+    end if;
+    if dedup_key is not null or delay > interval '0' then
+        perform pgqueue.enqueue(
+            n, payload, delay, headers, expires_in, message_id, body, dedup_key => publish.dedup_key,
+            on_duplicate => publish.on_duplicate)
+        from unnest(names) as n;
         return coalesce(cardinality(names), 0);
     end if;
-    if delay > interval '0' then
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at,
-            case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
-            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
-        from pgqueue.queues q
-        where q.name = any (names)
-        order by q.name;
-        get diagnostics sent = row_count;
-        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
-        from pgqueue.queues q
-        where q.name = any (names);
-    else
-        insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
-        )
-        select
-            q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
-            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers, q.kind
-        from pgqueue.queues q
-        where q.name = any (names)
-        order by q.name;
-        get diagnostics sent = row_count;
-        perform pgqueue._wake_if_waiting(q, at)
-        from pgqueue.queues q
-        where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
-    end if;
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
+    )
+    select
+        q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
+        pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers, q.kind
+    from pgqueue.queues q
+    where q.name = any (names)
+    order by q.name;
+    get diagnostics sent = row_count;
+    perform pgqueue._wake_if_waiting(q, at)
+    from pgqueue.queues q
+    where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
     return sent;
 end;
 $$;

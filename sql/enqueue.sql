@@ -144,8 +144,7 @@ begin
     if pgqueue._is_maintenance_due(at) then
         perform pgqueue._do_maintenance(at);
     end if;
-    -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
-    -- with publish would make sending a delayed message 25 per cent slower.
+    -- enqueue_batch and sink_commit contain these two inserts with another source. publish contains the second.
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
