@@ -245,26 +245,6 @@ def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
     assert queue.enqueue_batch([]) == []
 
 
-def test_a_result_is_written_with_the_acknowledgement(client: Client, queue: Any, connection: Any, name: str) -> None:
-    message_id = uuid4()
-    number = queue.enqueue(1, message_id=message_id)
-    enqueued_at = queue.create_result(number, message_id, {"name": "f"}, timedelta(days=1))
-    (message,) = queue.claim()
-    queue.update_result(message.id, "running", worker="here")
-    beside = pgqueue.Queue(connection, name)
-    with connection.transaction(force_rollback=True):
-        assert beside.ack(message.id, message.claim_token)
-        beside.update_result(message.id, "successful", value=[1])
-    result = client.queues.get_result(message_id)
-    assert (result.status, result.task, result.value, result.workers) == ("running", {"name": "f"}, None, ["here"])
-    assert result.enqueued_at == enqueued_at
-    assert queue.ack(message.id, message.claim_token)
-    done = queue.update_result(message.id, "successful", value=[1])
-    assert (done.status, done.value, done.expires_at - done.finished_at) == ("successful", [1], timedelta(days=1))
-    assert (queue.update_result(message.id + 1, "ready"), client.queues.get_result(uuid4())) == (None, None)
-    assert (queue.purge_results(timedelta(hours=1)), queue.purge_results()) == (0, 1)
-
-
 # The database
 
 
@@ -489,16 +469,6 @@ def test_the_error_says_what_to_call_for_the_session_of_another_package(package:
     assert str(raised.value) == error + remedy
     with pytest.raises(TypeError, match=r"^invalid connection: NoneType; .* None before connection.ensure_connection"):
         pgqueue.Queue(None, "orders")  # type: ignore[arg-type]
-
-
-def test_a_delayed_message_is_made_due_now_or_later(queue: Any) -> None:
-    number = queue.enqueue(1, delay=3600 * SECOND)
-    later = datetime.now(UTC) + 7200 * SECOND
-    assert queue.reschedule(number, later)
-    assert queue.next_due_at() == later
-    assert queue.reschedule(number)
-    assert [claimed.id for claimed in queue.claim()] == [number]
-    assert not queue.reschedule(number)
 
 
 def test_a_fraction_a_naive_time_or_bytes_for_json_are_refused_by_name(queue: Any) -> None:

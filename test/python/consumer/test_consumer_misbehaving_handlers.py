@@ -17,9 +17,7 @@ from consumers import (
     FORMS,
     LONG,
     MIXED,
-    OTHER_PAIR,
     PLAIN,
-    SECOND,
     THREADS,
     Case,
     Form,
@@ -37,7 +35,6 @@ from consumers import (
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
-from pgqueue.consumer.timings import timings
 from pgqueue.consumer.transactions import settlement
 
 Connection = psycopg.Connection[Any]
@@ -298,31 +295,6 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], boo
     return refused
 
 
-@each_of(PLAIN[:1])
-def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = case.prepare(max_attempts=1)
-    own = f"pgqueue-{case.name}-"
-    refused = refuse_threads(monkeypatch, lambda thread: thread.startswith(own) and thread != f"{own}1")
-    go_on = threading.Event()
-
-    with case.consuming(until(go_on.is_set), concurrency=3) as run:
-        queue.enqueue_batch([1, 2, 3])
-        wait_for(lambda: len(refused) == 2)
-        go_on.set()
-        wait_for(case.is_empty)
-        # The one that is idle now is idle for one only.
-        go_on.clear()
-        queue.enqueue_batch([4, 5])
-        wait_for(lambda: len(refused) == 3)
-        go_on.set()
-        wait_for(case.is_empty)
-    assert sorted(run.returned) == [1, 2, 3, 4, 5]
-    assert run.most == 1
-    assert run.criticals == []
-
-
 @each_of([form for form in THREADS if form.mode != "transactional"])
 def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
@@ -381,24 +353,6 @@ def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, conn
 
 
 # What is said and sent
-
-
-@each_of(OTHER_PAIR)
-def test_an_exception_given_as_a_reason_is_recorded(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch(["reject", "retry"])
-
-    async def work(step: Step) -> None:
-        fault: Any = ValueError("no such customer")
-        raise pgqueue.Reject(fault) if step.message.payload == "reject" else pgqueue.Retry(timedelta(0), fault)
-
-    with case.consuming(work) as run:
-        dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 2 and found)
-    assert {(one.payload, one.reason, one.attempt_count, one.last_error) for one in dead} == {
-        ("reject", "rejected", 1, "no such customer"),
-        ("retry", "attempts_exhausted", 2, "no such customer"),
-    }
-    assert run.criticals == []
 
 
 @each_of(MIXED)
@@ -493,31 +447,6 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(case: Case)
         go_on.set()
         wait_for(case.is_empty)
     assert run.most == 4
-
-
-@each_of(PLAIN[1:])
-def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timings, "settings_read", 0.0)
-    queue = case.prepare(visibility_timeout=timedelta(hours=1))
-    queue.enqueue("long")
-    go_on = threading.Event()
-
-    with case.consuming(until(go_on.is_set), concurrency=2) as run:
-        wait_for(lambda: run.running == 1)
-        # A third of it passes before each extension. The rest is for the delays of a busy machine.
-        queue.alter_queue(visibility_timeout=15 * SECOND)
-        # One claim can follow an earlier reading of the settings.
-        claims = run.consumer.stats.receives
-        wait_for(lambda: run.consumer.stats.receives > claims + 1)
-        queue.enqueue("short")
-        wait_for(lambda: run.running == 2)
-        wait_for(lambda: run.consumer.stats.extended or run.consumer.stats.lost)
-        go_on.set()
-        wait_for(case.is_empty)
-    assert sorted(run.returned) == ["long", "short"]
-    assert run.consumer.stats.lost == 0
 
 
 @each_of(MIXED)

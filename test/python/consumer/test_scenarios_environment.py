@@ -1,14 +1,13 @@
 """What the transport tests as logic or not at all: time, limits, isolation, trouble with the server."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
+from clients import connect, is_empty, wait_for
 from consumers import (
     CROSSED,
     MIXED,
@@ -19,7 +18,6 @@ from consumers import (
     Case,
     Source,
     Step,
-    beside,
     cut,
     each_of,
     extend_often,
@@ -100,64 +98,6 @@ def test_errors_of_handlers_do_not_arm_the_circuit(case: Case) -> None:
         queue.enqueue(3)
         wait_for(lambda: queue.stats().dead_messages == 5)
     assert (run.circuits, run.criticals) == ([], [])
-
-
-# H3, H7: numbers and order
-
-
-def test_ids_may_exceed_32_bits(empty_database: Callable[[], str]) -> None:
-    async def work(step: Step) -> None:
-        if step.attempt == 1:
-            raise ValueError
-
-    dsn = empty_database()
-    with connect(dsn) as connection:
-        connection.execute("create extension pgqueue")
-        for form in MIXED:
-            queue = prepare(connection, str(form))
-            connection.execute("select setval('pgqueue.message_id', (2^31 - 3)::bigint)")
-            queue.enqueue(0)
-            assert queue.enqueue_batch([1, 2, 3]) == [2**31 - 1, 2**31, 2**31 + 1]
-            assert queue.peek() == 4
-            assert queue.stats().ready_messages == 4
-            connection.execute("select setval('pgqueue.message_id', (2^62)::bigint)")
-            queue.enqueue(4, delay=timedelta(milliseconds=10))
-            with form.consuming(dsn, queue.name, work) as run:
-                wait_for(lambda: is_empty(connection, queue.name))  # noqa: B023
-            assert sorted(run.returned) == [0, 1, 2, 3, 4]
-            assert max(call.message.id for call in run.calls) == 2**62 + 1
-
-
-def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
-    database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    sent = queue.enqueue_batch(list(range(400)), delay=timedelta(microseconds=1))
-    claimed: list[int] = []
-
-    def take() -> None:
-        with connect(database) as consumer:
-            consumer.execute("set statement_timeout = '120 s'")
-            while not is_empty(consumer, name):
-                messages = Queue(consumer, name).claim(7)
-                claimed.extend(message.id for message in messages)
-                if messages:
-                    Queue(consumer, name).ack_batch([message.id for message in messages], messages[0].claim_token)
-                elif held:
-                    return
-
-    held = True
-    with psycopg.connect(database) as holder:
-        # A transaction that moved some of them stays open.
-        first = [message.id for message in Queue(holder, name).claim(20)]
-        assert len(first) == 20
-        for taking in [beside(take) for _ in range(4)]:
-            taking.result(PATIENCE)
-        assert sorted(claimed) == sorted(set(sent) - set(first))
-        holder.rollback()
-    held = False
-    take()
-    assert sorted(claimed) == sent
 
 
 # H5: an error that the handler swallows

@@ -134,32 +134,6 @@ def noted(error: Exception, note: str) -> Exception:
     return error
 
 
-@each_of(PAIR[:1])
-def test_records_of_extreme_exceptions_stay_within_their_bounds(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch(list(NASTY))
-
-    async def work(step: Step) -> None:
-        raise NASTY[step.message.payload]()
-
-    with case.consuming(work) as run:
-        dead = case.dead_letters(len(NASTY))
-    assert sorted(run.attempts) == [1] * len(NASTY) + [2] * len(NASTY)
-    assert (run.criticals, run.circuits) == ([], [])
-    assert {call.headers for call in run.calls} == {None}
-    for letter in dead:
-        assert letter.last_error
-        assert len(letter.last_error) <= 65536
-        headers = letter.headers
-        assert headers is not None
-        assert set(headers) == OURS
-        assert headers["pgqueue.exception_type"]
-        assert len(headers["pgqueue.stack_trace"]) <= 16384
-        assert len(headers["pgqueue.exception_message"]) <= 4096
-        assert all(len(entry["exception_message"]) <= 500 for entry in headers["pgqueue.failures"])
-        assert len(headers["pgqueue.failures"]) == 2
-
-
 @together(OTHER_PAIR)
 def test_headers_that_leave_no_room_for_records_stay_unchanged(case: Case) -> None:
     headers = {"h": "x" * 65_000}
@@ -377,17 +351,28 @@ FATAL: dict[str, Any] = {
 @pytest.mark.usefixtures("curious")
 @together(CROSSED)
 def test_any_exception_of_a_handler_fails_its_message_and_not_the_consumer(case: Case) -> None:
+    faults = FATAL | NASTY
     queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch([*FATAL, "good"])
+    queue.enqueue_batch([*faults, "good"])
 
     async def work(step: Step) -> None:
-        if step.message.payload in FATAL:
-            raise FATAL[step.message.payload]()
+        if step.message.payload in faults:
+            raise faults[step.message.payload]()
 
     with case.consuming(work, concurrency=1) as run:
-        dead = case.dead_letters(len(FATAL))
+        dead = case.dead_letters(len(faults))
         queue.enqueue("good")
         wait_for(case.is_empty)
-    ends = dict.fromkeys(FATAL, ("attempts_exhausted", 2)) | {"a Reject without its fields": ("rejected", 1)}
+    ends = dict.fromkeys(faults, ("attempts_exhausted", 2)) | {"a Reject without its fields": ("rejected", 1)}
     assert {letter.payload: (letter.reason, letter.attempt_count) for letter in dead} == ends
-    assert (run.returned, run.criticals) == (["good", "good"], [])
+    assert (run.returned, run.criticals, run.circuits) == (["good", "good"], [], [])
+    assert {call.headers for call in run.calls} == {None}
+    for letter in dead:
+        assert 0 < len(letter.last_error or "") <= 65536
+        headers = letter.headers or {}
+        assert set(headers) == OURS
+        assert headers["pgqueue.exception_type"]
+        assert len(headers["pgqueue.stack_trace"]) <= 16384
+        assert len(headers["pgqueue.exception_message"]) <= 4096
+        assert all(len(entry["exception_message"]) <= 500 for entry in headers["pgqueue.failures"])
+        assert len(headers["pgqueue.failures"]) == letter.attempt_count

@@ -142,25 +142,6 @@ def test_the_next_consumer_continues_the_count_of_attempts(case: Case) -> None:
 
 
 @together(MIXED)
-def test_a_message_that_is_sent_again_begins_at_its_first_attempt(case: Case) -> None:
-    queue = case.prepare()
-
-    work = failing()
-
-    async def policy(step: Step) -> Any:
-        if len(run.failures) == 1:
-            await step.send(case.name, '"again"', "100 ms")
-        return Handled()
-
-    with case.consuming(work, policy=policy) as run:
-        queue.enqueue('"first"')
-        wait_for(lambda: len(run.failures) == 2 and case.is_empty())
-    assert [failure.attempt for failure in run.failures] == [1, 1]
-    assert run.attempts == [1, 1]
-    assert run.calls[0].message.id != run.calls[1].message.id
-
-
-@together(MIXED)
 def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled_back(case: Case) -> None:
     queue = case.prepare()
     other = prepare(case.connection, f"{case.name}-errors")

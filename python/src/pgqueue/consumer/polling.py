@@ -237,9 +237,6 @@ class Poller:
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, timings.least_deadline)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
-        if is_first and settings.peek_delay.total_seconds() > 10:
-            text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
-            runtime.log(logging.WARNING, text)
         for info in found:
             if is_first and settings.retries is not None and 0 < info.max_attempts < settings.retries.total:
                 total = settings.retries.total

@@ -30,6 +30,24 @@ AsyncMiddleware = (
 
 MOST_MESSAGES = 10_000  # of one claim or peek
 _MOST_QUEUES = 100  # of one claim
+_CALLBACKS = {  # the number of arguments of each
+    "on_failure": 1,
+    "on_critical": 2,
+    "on_circuit": 1,
+    "observe": 1,
+    "json_loads": 1,
+    "on_start": 0,
+    "on_stop": 0,
+}
+_NOT_NEGATIVE = timedelta(0), timedelta.max, "not be negative"
+_DURATIONS = {  # the least, the most, and how an error says it
+    "peek_delay": (timedelta(milliseconds=100), timedelta.max, "be at least 100 ms; 100 ms to 10 s are recommended"),
+    "visibility_timeout": (timedelta(seconds=1), timedelta(hours=12), "be from 1 s to 43200 s"),
+    "handler_timeout": (timedelta(microseconds=1), timedelta.max, "be above 0"),
+    "grace_period": _NOT_NEGATIVE,
+    "circuit_breaker_after": _NOT_NEGATIVE,
+    "give_up_after": _NOT_NEGATIVE,
+}
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
@@ -110,15 +128,7 @@ class Settings:
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-        for name, arguments in (
-            ("on_failure", 1),
-            ("on_critical", 2),
-            ("on_circuit", 1),
-            ("observe", 1),
-            ("json_loads", 1),
-            ("on_start", 0),
-            ("on_stop", 0),
-        ):
+        for name, arguments in _CALLBACKS.items():
             if (callback := getattr(self, name)) is not None:
                 _check_callable(name, callback, arguments)
                 if name not in ("on_failure", "on_start", "on_stop") and is_async(callback):
@@ -136,22 +146,12 @@ class Settings:
         check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)
         if self.prefetch and self.in_transaction:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
-        if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
-            bounds = "must be at least 100 ms; 100 ms to 10 s are recommended"
-            raise ValueError(f"invalid peek_delay: {self.peek_delay}; {bounds}")
-        if self.visibility_timeout is not None and not (
-            timedelta(seconds=1) <= as_duration("visibility_timeout", self.visibility_timeout) <= timedelta(hours=12)
-        ):
-            raise ValueError(f"invalid visibility_timeout: {self.visibility_timeout}; must be from 1 s to 43200 s")
-        for name in ("grace_period", "circuit_breaker_after"):
-            if as_duration(name, getattr(self, name)) < timedelta(0):
-                raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
-        if self.give_up_after is not None and as_duration("give_up_after", self.give_up_after) < timedelta(0):
-            raise ValueError(f"invalid give_up_after: {self.give_up_after}; must not be negative")
+        for name, (least, most, bounds) in _DURATIONS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= as_duration(name, value) <= most:
+                raise ValueError(f"invalid {name}: {value}; must {bounds}")
         if self.liveness_file is not None and not isinstance(self.liveness_file, (str, PathLike)):
             raise TypeError(f"invalid liveness_file: {self.liveness_file!r:.200}; must be a path")
-        if self.handler_timeout is not None and as_duration("handler_timeout", self.handler_timeout) <= timedelta(0):
-            raise ValueError(f"invalid handler_timeout: {self.handler_timeout}; must be above 0")
         self.also = tuple(many("also", self.also))
         if self.also and self.mode == "receive":
             raise ValueError(f"invalid also: {self.also!r:.200}; must be empty in mode 'receive', for one queue only")

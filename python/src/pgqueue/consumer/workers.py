@@ -267,9 +267,7 @@ class ThreadWorkers(Workers):
                     thread.start()
                     self._threads.add(thread)
                 except RuntimeError as error:  # The process may have no more threads.
-                    if len(self._threads) == 1:
-                        raise OSError(str(error)) from error
-                    self._idle_threads -= 1  # The next thread that becomes idle takes this order.
+                    raise OSError(str(error)) from error
         self._orders.put(order)
         return future
 
