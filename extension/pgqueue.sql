@@ -5111,7 +5111,7 @@ comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
 
 create function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
-    out ids bigint[], out visible_ids bigint[], out spent_ids bigint[]
+    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5119,19 +5119,19 @@ as $$
 begin
     if q.kind is not null then
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
-        into ids, visible_ids, spent_ids
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
         from (
-            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
             where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
     else
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
-        into ids, visible_ids, spent_ids
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
         from (
-            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
             where m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
@@ -5139,7 +5139,7 @@ begin
 end;
 $$;
 comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
-'The ids of the first 1000 messages from from_id to below_id, and those of the visible ones and of the spent ones among
+'The ids of the first 1000 messages from from_id to below_id, and those of the ready ones and of the spent ones among
 them. Null if there are none.';
 
 create function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
@@ -5172,6 +5172,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    -- The slices have fewer messages, as 1 kB counts for each.
+    most constant int := 128 * max_slices;
     spent_ids bigint[];
     sizes bigint[];
     slice record;
@@ -5183,15 +5185,21 @@ begin
     removed := 0;
     has_more := false;
     if q.kind is not null then
-        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-        into spent_ids, sizes
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
+        from (
+            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+            from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            limit most
+        ) w;
     else
-        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-        into spent_ids, sizes
-        from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
+        from (
+            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+            from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            limit most
+        ) w;
     end if;
     if spent_ids is null then
         return;
@@ -5218,6 +5226,7 @@ begin
             all_died := all_died + died;
             removed := removed + cardinality(locked_ids);
         end loop;
+        has_more := has_more or coalesce(cardinality(spent_ids) >= most, false);
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         removed := 0;
@@ -5298,7 +5307,7 @@ begin
                     where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
-                where m.id >= from_id
+                where c.id >= from_id
             )
         ) w
         order by w.id
@@ -5309,6 +5318,27 @@ $$;
 comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
 'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
 expired. The next sweep that passes them removes them.';
+
+create function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[] := '{0}'::bigint[];
+    removed int := 0;
+begin
+    loop
+        ids := pgqueue._find_spent_messages(q, at, ids[cardinality(ids)], least(wanted - removed, 1000));
+        removed := removed + (pgqueue._remove_spent_messages(q, ids, at, null)).removed;
+        exit when cardinality(ids) < 1000 or removed >= wanted or not pgqueue._has_time();
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue._remove_found_spent_messages(pgqueue.queues, timestamptz, int) is
+'Finds spent messages and removes up to wanted of them, those with the lowest ids first, and returns how many. Ends when
+half of statement_timeout has passed.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. The sweep walks over the ids from where the last one stopped, within a time budget, so that dead rows do not
 -- slow down claims.
@@ -5579,7 +5609,8 @@ begin
             select i
             from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
             cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-            cross join lateral unnest((pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at)).visible_ids) as i
+            cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+            cross join lateral unnest(m.ready_ids || m.spent_ids) as i
             limit 1000);
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
@@ -5689,9 +5720,7 @@ declare
     id_range int8range;
     span bigint;
     below_id bigint;
-    found_ids bigint[];
-    visible_ids bigint[];
-    page_spent_ids bigint[];
+    page record;
     spent_ids bigint[] := '{}'::bigint[];
     has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
@@ -5771,23 +5800,22 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.ids, r.visible_ids, r.spent_ids into found_ids, visible_ids, page_spent_ids
-                from pgqueue._read_messages(q, next_id, below_id, at) r;
-                if cardinality(found_ids) = 1000 then
-                    below_id := found_ids[1000] + 1;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
+                if cardinality(page.ids) = 1000 then
+                    below_id := page.ids[1000] + 1;
                 else
                     span := pgqueue._next_span(span);
                 end if;
                 next_id := below_id;
-                if visible_ids is not null then
-                    spent_ids := spent_ids || page_spent_ids;
+                spent_ids := spent_ids || page.spent_ids;
+                if page.ready_ids is not null then
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
-                        q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                        q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
                         -- The next sweep continues here.
                         next_id := candidate_ids[cardinality(candidate_ids)] + 1;
-                    elsif visible_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
-                        passed_ids := passed_ids || visible_ids;
+                    elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
+                        passed_ids := passed_ids || page.ready_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
@@ -5935,13 +5963,13 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
         );
 end;
 $$;
 comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
 'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
-message that is ready.';
+message that is visible.';
 
 create function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -5966,12 +5994,16 @@ begin
         if claimed_ids <> '{}' then
             places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
         end if;
+        -- The claim removes the spent ones among the first messages, and then looks again.
         candidate_ids := candidate_ids || array(
-            select m.id from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
-                and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id + 0 limit places
-            for update skip locked
+            select w.id
+            from (
+                select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
+                where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
+                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+                limit places for update skip locked
+            ) w
+            where w.is_ready
         );
         exit when cardinality(candidate_ids) >= wanted;
     end loop;
@@ -6102,15 +6134,25 @@ begin
             limit 1
         ) s
         cross join lateral (
-            -- With a higher limit, a message without attempts can have one in flight before it.
+            -- With a higher limit, a message without attempts can have one in flight before it, and an expired one too.
             select case
                 when s.visible_at <= at and not s.is_ready then s.id
-                when q.group_limit > 1 then (
-                    select c.id from pgqueue.messages c
-                    where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
-                        and c.attempt_count > 0 and pgqueue._is_spent(c, at)
-                    limit 1
-                )
+                when q.group_limit > 1 then coalesce(
+                    (
+                        select c.id from pgqueue.messages c
+                        where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                            and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                        limit 1
+                    ),
+                    case when not s.is_ready then (
+                        select v.id
+                        from (
+                            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+                            where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id) and c.visible_at <= at
+                            limit 1
+                        ) v
+                        where v.is_spent
+                    ) end)
             end as spent_id
             offset 0
         ) p
@@ -6135,6 +6177,18 @@ begin
         case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
     into locked, spent_ids, lock_count, next_position
     from walk w;
+    if spent_ids is not null then
+        -- Their groups can have many more.
+        spent_ids := array(
+            select distinct s.id
+            from pgqueue._lookup_keys(q.name, spent_ids) k, pgqueue.messages m
+            cross join lateral (
+                select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+                where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
+                limit 100
+            ) s
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent);
+    end if;
 end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
@@ -6560,23 +6614,28 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    visible_ids constant bigint[] := array(
-        select w.id
+    ready_ids bigint[];
+    spent_ids bigint[];
+    candidate_ids bigint[];
+begin
+    select array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where not w.is_ready) into ready_ids, spent_ids
+    from (
+        select c.id, c.is_ready
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
-            select m.id from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
                 and pgqueue._level_position(m)
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
                 and pgqueue._level_position(m) < f.floor
                 and m.visible_at <= at
             limit 1000
-        ) w
-        limit 1000);
-    candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
-begin
-    if visible_ids <> '{}' then
-        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+        ) c
+        limit 1000
+    ) w;
+    candidate_ids := pgqueue._lock_ready_in_order(q, ready_ids, taken, at, wanted);
+    if spent_ids is not null then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
     if cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._sweep_locked(
@@ -6606,7 +6665,7 @@ declare
     below_position bigint;
     span bigint;
     found_count int;
-    visible_ids bigint[];
+    ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
     has_more boolean := false;
@@ -6647,12 +6706,12 @@ begin
             -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
             -- messages is divided instead.
             select
-                count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at),
+                count(*), array_agg(w.id order by w.position) filter (where w.is_ready),
                 array_agg(w.id) filter (where w.is_spent)
-            into found_count, visible_ids, page_spent_ids
+            into found_count, ready_ids, page_spent_ids
             from (
                 select
-                    m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
+                    m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
                     pgqueue._level_position(m) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_queue(m, q.kind, q.name)
@@ -6667,9 +6726,9 @@ begin
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
-                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
-                passed_ids := passed_ids || visible_ids;
+                passed_ids := passed_ids || ready_ids;
             end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
@@ -8285,10 +8344,7 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return (
-        select r.removed
-        from pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at, null) r
-    );
+    return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
 comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
@@ -8417,8 +8473,10 @@ begin
     if to_queue collate "C" <> q.name then
         target := pgqueue._get_locked_queue(to_queue);
     end if;
-    perform pgqueue._remove_spent_messages(
-        q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
+    perform case
+        when ids is null then pgqueue._remove_found_spent_messages(q, at, max_messages)
+        else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
+    end;
     if ids is null then
         open dead for
             select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
@@ -8494,8 +8552,10 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._remove_spent_messages(
-            q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
+        perform case
+            when ids is null then pgqueue._remove_found_spent_messages(q, at, 1000000)
+            else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
+        end;
     end if;
     if ids is null then
         open dead for

@@ -18,10 +18,7 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return (
-        select r.removed
-        from pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at, null) r
-    );
+    return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
 comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
@@ -150,8 +147,10 @@ begin
     if to_queue collate "C" <> q.name then
         target := pgqueue._get_locked_queue(to_queue);
     end if;
-    perform pgqueue._remove_spent_messages(
-        q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
+    perform case
+        when ids is null then pgqueue._remove_found_spent_messages(q, at, max_messages)
+        else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
+    end;
     if ids is null then
         open dead for
             select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
@@ -227,8 +226,10 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._remove_spent_messages(
-            q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
+        perform case
+            when ids is null then pgqueue._remove_found_spent_messages(q, at, 1000000)
+            else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
+        end;
     end if;
     if ids is null then
         open dead for

@@ -104,13 +104,13 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
         );
 end;
 $$;
 comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
 'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
-message that is ready.';
+message that is visible.';
 
 create or replace function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -135,12 +135,16 @@ begin
         if claimed_ids <> '{}' then
             places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
         end if;
+        -- The claim removes the spent ones among the first messages, and then looks again.
         candidate_ids := candidate_ids || array(
-            select m.id from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
-                and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id + 0 limit places
-            for update skip locked
+            select w.id
+            from (
+                select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
+                where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
+                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+                limit places for update skip locked
+            ) w
+            where w.is_ready
         );
         exit when cardinality(candidate_ids) >= wanted;
     end loop;
@@ -271,15 +275,25 @@ begin
             limit 1
         ) s
         cross join lateral (
-            -- With a higher limit, a message without attempts can have one in flight before it.
+            -- With a higher limit, a message without attempts can have one in flight before it, and an expired one too.
             select case
                 when s.visible_at <= at and not s.is_ready then s.id
-                when q.group_limit > 1 then (
-                    select c.id from pgqueue.messages c
-                    where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
-                        and c.attempt_count > 0 and pgqueue._is_spent(c, at)
-                    limit 1
-                )
+                when q.group_limit > 1 then coalesce(
+                    (
+                        select c.id from pgqueue.messages c
+                        where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                            and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                        limit 1
+                    ),
+                    case when not s.is_ready then (
+                        select v.id
+                        from (
+                            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+                            where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id) and c.visible_at <= at
+                            limit 1
+                        ) v
+                        where v.is_spent
+                    ) end)
             end as spent_id
             offset 0
         ) p
@@ -304,6 +318,18 @@ begin
         case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
     into locked, spent_ids, lock_count, next_position
     from walk w;
+    if spent_ids is not null then
+        -- Their groups can have many more.
+        spent_ids := array(
+            select distinct s.id
+            from pgqueue._lookup_keys(q.name, spent_ids) k, pgqueue.messages m
+            cross join lateral (
+                select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+                where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
+                limit 100
+            ) s
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent);
+    end if;
 end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is

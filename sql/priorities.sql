@@ -280,23 +280,28 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    visible_ids constant bigint[] := array(
-        select w.id
+    ready_ids bigint[];
+    spent_ids bigint[];
+    candidate_ids bigint[];
+begin
+    select array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where not w.is_ready) into ready_ids, spent_ids
+    from (
+        select c.id, c.is_ready
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
-            select m.id from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
                 and pgqueue._level_position(m)
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
                 and pgqueue._level_position(m) < f.floor
                 and m.visible_at <= at
             limit 1000
-        ) w
-        limit 1000);
-    candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
-begin
-    if visible_ids <> '{}' then
-        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+        ) c
+        limit 1000
+    ) w;
+    candidate_ids := pgqueue._lock_ready_in_order(q, ready_ids, taken, at, wanted);
+    if spent_ids is not null then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
     if cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._sweep_locked(
@@ -326,7 +331,7 @@ declare
     below_position bigint;
     span bigint;
     found_count int;
-    visible_ids bigint[];
+    ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
     has_more boolean := false;
@@ -367,12 +372,12 @@ begin
             -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
             -- messages is divided instead.
             select
-                count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at),
+                count(*), array_agg(w.id order by w.position) filter (where w.is_ready),
                 array_agg(w.id) filter (where w.is_spent)
-            into found_count, visible_ids, page_spent_ids
+            into found_count, ready_ids, page_spent_ids
             from (
                 select
-                    m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
+                    m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
                     pgqueue._level_position(m) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_queue(m, q.kind, q.name)
@@ -387,9 +392,9 @@ begin
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
-                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
-                passed_ids := passed_ids || visible_ids;
+                passed_ids := passed_ids || ready_ids;
             end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;

@@ -91,7 +91,7 @@ comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
 
 create or replace function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
-    out ids bigint[], out visible_ids bigint[], out spent_ids bigint[]
+    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -99,19 +99,19 @@ as $$
 begin
     if q.kind is not null then
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
-        into ids, visible_ids, spent_ids
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
         from (
-            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
             where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
     else
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
-        into ids, visible_ids, spent_ids
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
         from (
-            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
             where m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
@@ -119,7 +119,7 @@ begin
 end;
 $$;
 comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
-'The ids of the first 1000 messages from from_id to below_id, and those of the visible ones and of the spent ones among
+'The ids of the first 1000 messages from from_id to below_id, and those of the ready ones and of the spent ones among
 them. Null if there are none.';
 
 create or replace function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
@@ -152,6 +152,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    -- The slices have fewer messages, as 1 kB counts for each.
+    most constant int := 128 * max_slices;
     spent_ids bigint[];
     sizes bigint[];
     slice record;
@@ -163,15 +165,21 @@ begin
     removed := 0;
     has_more := false;
     if q.kind is not null then
-        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-        into spent_ids, sizes
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
+        from (
+            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+            from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            limit most
+        ) w;
     else
-        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-        into spent_ids, sizes
-        from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
+        from (
+            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+            from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            limit most
+        ) w;
     end if;
     if spent_ids is null then
         return;
@@ -198,6 +206,7 @@ begin
             all_died := all_died + died;
             removed := removed + cardinality(locked_ids);
         end loop;
+        has_more := has_more or coalesce(cardinality(spent_ids) >= most, false);
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         removed := 0;
@@ -278,7 +287,7 @@ begin
                     where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
-                where m.id >= from_id
+                where c.id >= from_id
             )
         ) w
         order by w.id
@@ -289,3 +298,24 @@ $$;
 comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
 'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
 expired. The next sweep that passes them removes them.';
+
+create or replace function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[] := '{0}'::bigint[];
+    removed int := 0;
+begin
+    loop
+        ids := pgqueue._find_spent_messages(q, at, ids[cardinality(ids)], least(wanted - removed, 1000));
+        removed := removed + (pgqueue._remove_spent_messages(q, ids, at, null)).removed;
+        exit when cardinality(ids) < 1000 or removed >= wanted or not pgqueue._has_time();
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue._remove_found_spent_messages(pgqueue.queues, timestamptz, int) is
+'Finds spent messages and removes up to wanted of them, those with the lowest ids first, and returns how many. Ends when
+half of statement_timeout has passed.';

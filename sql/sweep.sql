@@ -268,7 +268,8 @@ begin
             select i
             from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
             cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-            cross join lateral unnest((pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at)).visible_ids) as i
+            cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+            cross join lateral unnest(m.ready_ids || m.spent_ids) as i
             limit 1000);
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
@@ -378,9 +379,7 @@ declare
     id_range int8range;
     span bigint;
     below_id bigint;
-    found_ids bigint[];
-    visible_ids bigint[];
-    page_spent_ids bigint[];
+    page record;
     spent_ids bigint[] := '{}'::bigint[];
     has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
@@ -460,23 +459,22 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.ids, r.visible_ids, r.spent_ids into found_ids, visible_ids, page_spent_ids
-                from pgqueue._read_messages(q, next_id, below_id, at) r;
-                if cardinality(found_ids) = 1000 then
-                    below_id := found_ids[1000] + 1;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
+                if cardinality(page.ids) = 1000 then
+                    below_id := page.ids[1000] + 1;
                 else
                     span := pgqueue._next_span(span);
                 end if;
                 next_id := below_id;
-                if visible_ids is not null then
-                    spent_ids := spent_ids || page_spent_ids;
+                spent_ids := spent_ids || page.spent_ids;
+                if page.ready_ids is not null then
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
-                        q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                        q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
                         -- The next sweep continues here.
                         next_id := candidate_ids[cardinality(candidate_ids)] + 1;
-                    elsif visible_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
-                        passed_ids := passed_ids || visible_ids;
+                    elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
+                        passed_ids := passed_ids || page.ready_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';

@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(69);
+select plan(76);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -97,16 +97,20 @@ select pgqueue.enqueue_batch('slices-verbs-4', bodies => array_fill(current_sett
 select pg_temp.repeats('slices-verbs-4', 'purge_expired', 3, 80);
 select is((select count(*) from pgqueue.dead_messages d where d.queue_name = 'slices-verbs-4' and d.body = current_setting('test.large')::bytea), 80::bigint, 'dead letters of purge_expired have the body of their messages');
 -- The next slice is read when the last one is done.
-create function pg_temp.reads(verb text, relation regclass) returns text language plpgsql as $$
+create function pg_temp.rows_read(call text, relation regclass) returns bigint language plpgsql as $$
 declare
     before bigint;
     after bigint;
 begin
     select t.idx_tup_fetch + t.seq_tup_read into before from pg_stat_xact_all_tables t where t.relid = relation;
-    execute format('select pgqueue.%I(%L)', verb, 'slices-reads');
+    execute 'select ' || call;
     select t.idx_tup_fetch + t.seq_tup_read into after from pg_stat_xact_all_tables t where t.relid = relation;
-    return cmp_ok(after - before, '<', 1000::bigint, verb || ' without time reads one slice of a large queue');
+    return after - before;
 end;
+$$;
+create function pg_temp.reads(verb text, relation regclass) returns text language sql as $$
+    select cmp_ok(pg_temp.rows_read(format('pgqueue.%I(%L)', verb, 'slices-reads'), relation), '<', 1000::bigint,
+        verb || ' without time reads one slice of a large queue')
 $$;
 select pgqueue.create_queue('slices-reads') \g /dev/null
 select count(*) from pgqueue.enqueue_batch('slices-reads', array_fill('1'::jsonb, array[4000]), delays => array_fill('1 h'::interval, array[2000]) || array_fill('0 s'::interval, array[2000])) \g /dev/null
@@ -116,7 +120,34 @@ select pg_temp.reads('purge_queue', 'pgqueue.scheduled_messages');
 delete from pgqueue.scheduled_messages where queue_name = 'slices-reads';
 select pg_temp.reads('purge_queue', 'pgqueue.messages_shared');
 select pg_temp.reads('purge_dead_messages', 'pgqueue.dead_messages');
+
+-- Many messages that have expired at ids that claims have passed.
+create function pg_temp.expire(queue text, group_limit int default null, priorities boolean default false, group_key text default null)
+returns bigint language plpgsql as $$
+begin
+    perform pgqueue.create_queue(queue, group_limit => group_limit, priorities => priorities);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[6000]), expires_in => '10 s', group_keys => array_fill(group_key, array[6000]));
+    perform setval(q.fresh_from_id, pg_sequence_last_value('pgqueue.message_id') + 1) from pgqueue.queues q where q.name = queue;
+    perform setval(format('pgqueue.queue_%s_level_0', q.queue_id), (9::bigint << 59) + pg_sequence_last_value('pgqueue.message_id') + 1)
+    from pgqueue.queues q where q.name = queue and q.priorities;
+    perform pg_temp.pass('11 s');
+    return pgqueue.enqueue(queue, '"healthy"', group_key => group_key);
+end;
+$$;
+select pg_temp.expire('slices-found') \g /dev/null
+select cmp_ok(pg_temp.rows_read($$ pgqueue.sweep_queue('slices-found') $$, 'pgqueue.messages_shared'), '<', 3000::bigint,
+    'sweep_queue without time looks for as many spent messages as it can remove soon');
 set local statement_timeout = 0;
+select pg_temp.expire('slices-found-priorities', priorities => true) \g /dev/null
+select pgqueue.claim('slices-found'), pgqueue.claim('slices-found-priorities') \g /dev/null
+select is((select count(*) from pgqueue.requeued_messages r where r.held and r.queue_name like 'slices-found%'), 0::bigint,
+    'a sweep does not take expired messages for messages that another transaction has locked');
+-- As in a claim.
+set local enable_seqscan = off; set local enable_bitmapscan = off; set local enable_sort = off;
+select cmp_ok(pg_temp.rows_read($$ (pgqueue._remove_spent_messages(q, array(select m.id from pgqueue.messages m where m.queue_name = q.name), pgqueue._now(), 8)).has_more
+    from pgqueue.queues q where q.name = 'slices-found-priorities' $$, 'pgqueue.messages_prioritized'), '<', 9000::bigint,
+    'a claim measures as many spent messages as it can remove');
+reset enable_seqscan; reset enable_bitmapscan; reset enable_sort;
 select is(pgqueue.redrive('slices-verbs-4'), 80, 'without statement_timeout redrive returns all dead letters in one call');
 
 -- Messages that come due.
@@ -195,6 +226,29 @@ select pg_temp.walks('slices-walk', false);
 select pg_temp.walks('slices-walk-dedicated', true);
 select pg_temp.walks('slices-walk-ungrouped', true, group_limit => 1);
 select pg_temp.walks('slices-walk-priorities', true, priorities => true);
+
+-- The messages of one group.
+create function pg_temp.passes(queue text, most_rows bigint, relation regclass) returns setof text language plpgsql as $$
+declare
+    rows_read bigint;
+    found_ids bigint[];
+    n int := 0;
+begin
+    rows_read := pg_temp.rows_read(format('(select count(*) from pgqueue.claim(%L))', queue), relation);
+    return next cmp_ok(rows_read, '<', most_rows, queue || ': a claim without time reads some of the expired messages of a group');
+    set local statement_timeout = 0;
+    while pg_temp.left_in(queue) > 1 and n < 60 loop
+        n := n + 1;
+        perform pgqueue.claim(queue);
+    end loop;
+    return next is(pg_temp.left_in(queue), 1::bigint, queue || ': few claims remove all messages of a group that have expired');
+end;
+$$;
+select pg_temp.expire('slices-wide-group', 2, group_key => 'a') \g /dev/null
+select pg_temp.passes('slices-wide-group', 3000, 'pgqueue.messages_grouped');
+set local statement_timeout = '1 d';
+select pg_temp.expire('slices-strict-group', 1, group_key => 'a') \g /dev/null
+select pg_temp.passes('slices-strict-group', 3000, 'pgqueue.messages_grouped');
 
 select * from finish();
 rollback;
