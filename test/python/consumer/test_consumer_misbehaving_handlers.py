@@ -465,19 +465,6 @@ def test_a_later_stop_may_shorten_the_grace(case: Case) -> None:
     assert case.attempts() == [0]
 
 
-def test_a_callback_may_stop_its_consumer(database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name).enqueue(1)
-
-    def observe(event: pgqueue.Event) -> None:
-        if event.kind == "succeeded":
-            consumer.stop()
-
-    consumer = pgqueue.Consumer(database, name, lambda _: None, observe=observe)
-    beside(consumer.run)
-    wait_for(lambda: consumer.stats.succeeded)
-    wait_for(lambda: not consumer._busy)
-
-
 def test_a_signal_handler_may_stop_the_consumer_that_it_interrupts(
     database: str, connection: Connection, name: str
 ) -> None:

@@ -16,7 +16,7 @@ from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Case, Form, Step, beside, each_of, prepare, waits
 from psycopg import sql
 from psycopg.types.json import JsonbDumper
-from psycopg.types.string import StrDumper, TextLoader
+from psycopg.types.string import TextLoader
 
 import pgqueue
 
@@ -199,39 +199,9 @@ def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
 # Adapters
 
 
-class BrokenDumper(StrDumper):
-    def dump(self, obj: str) -> Any:  # noqa: ARG002
-        raise ZeroDivisionError("the handler's own")
-
-
 class BrokenLoader(TextLoader):
     def load(self, data: Any) -> Any:  # noqa: ARG002
         raise ZeroDivisionError("the handler's own")
-
-
-@pytest.mark.parametrize(("form", "what"), [(SYNC_LEASE, "dumper"), (ASYNC_RECEIVE, "loader")], ids=str)
-def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(case: Case, what: str) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch(["works", "fails", "good"])
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "good":
-            return
-        if what == "dumper":
-            step.connection.adapters.register_dumper(str, BrokenDumper)
-        else:
-            step.connection.adapters.register_loader("timestamptz", BrokenLoader)
-            step.connection.adapters.register_loader("jsonb", BrokenLoader)
-        if step.message.payload == "fails":
-            raise ValueError("broken")
-
-    with case.consuming(work, concurrency=1) as run:
-        wait_for(case.is_empty)
-    [dead] = queue.browse_dead_messages()
-    assert (dead.payload, dead.attempt_count) == ("fails", 2)
-    assert (dead.last_error or "").startswith("ValueError: broken")
-    assert run.returned == ["works", "good"]
-    assert (run.criticals, run.circuits) == ([], [])
 
 
 @each_of(OTHER_PAIR)
@@ -254,27 +224,6 @@ def test_a_consumer_uses_adapters_of_its_own_on_connections_of_the_user(case: Ca
         queue.enqueue_batch([0, 1, 2])
         wait_for(case.is_empty)
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])
-
-
-# Connections that are not needed any more
-
-
-@each_of([SYNC_LEASE, ASYNC_RECEIVE])
-def test_a_lower_limit_leaves_fewer_connections(case: Case) -> None:
-    queue = case.prepare()
-    backends = "select count(*) from pg_stat_activity where application_name = %s"
-
-    async def work(step: Step) -> None:
-        await step.until(lambda: run.most >= 5)
-
-    with case.consuming(work, concurrency=5) as run:
-        queue.enqueue_batch([1, 2, 3, 4, 5])
-        wait_for(lambda: case.is_empty() and not run.consumer.stats.running)
-        run.consumer.concurrency = 1
-        queue.enqueue(6)
-        # One for the handler, and those of the consumer: to claim, to settle, to listen.
-        wait_for(lambda: case.rows(backends, case.name)[0][0] <= 4)
-        wait_for(case.is_empty)
 
 
 # Processes

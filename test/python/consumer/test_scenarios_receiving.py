@@ -1,7 +1,6 @@
 """The transport's scenarios of receiving, failing and stopping, in every kind of consumer and every mode."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,6 @@ from consumers import (
     FORMS,
     MIXED,
     NOW,
-    PAIR,
     PLAIN,
     THREADS,
     Case,
@@ -522,15 +520,3 @@ def test_a_blocked_handler_does_not_delay_other_messages(case: Case) -> None:
         gate.set()
         wait_for(case.is_empty)
     assert sorted(run.returned) == list(range(30))
-
-
-@together(PAIR)
-def test_concurrent_stops_have_the_effect_of_one(case: Case) -> None:
-    case.prepare().enqueue_batch(list(range(50)))
-    with case.consuming() as run, ThreadPoolExecutor(8) as pool:
-        wait_for(lambda: run.calls)
-        for stop in [pool.submit(run.stop) for _ in range(8)]:
-            stop.result(PATIENCE)
-    assert all(call.returned for call in run.calls)
-    assert len(case.attempts()) == 50 - len(run.calls)
-    assert set(case.attempts()) <= {0}
