@@ -52,9 +52,11 @@ show() {
 
 # What the machine uses to reach its registries.
 cp -L /etc/resolv.conf /etc/hosts "$root/etc"
-mkdir -p "$root/etc/ssl/certs"
-cp -rL --remove-destination /etc/ssl/certs/. "$root/etc/ssl/certs"
-show /etc/apt /usr/share/keyrings /usr/share/ca-certificates /usr/local/share/ca-certificates
+for directory in /etc/apt /etc/ssl/certs; do  # packages of Debian add files there
+    mkdir -p "$root$directory"
+    cp -rL --remove-destination "$directory/." "$root$directory"
+done
+show /usr/share/keyrings /usr/share/ca-certificates /usr/local/share/ca-certificates
 if [ "$account" = release ]; then
     chroot "$root" sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
         --no-install-recommends python3-venv postgresql-15' > "$cache/apt.log" 2>&1 || { cat "$cache/apt.log"; exit 1; }
@@ -73,7 +75,7 @@ for path in "${settings[@]#*=}"; do
     for each in $path; do
         each=${each#file://}
         # The pages of an index link to files beside it.
-        case $each in /*) show "${each%/simple}" ;; esac
+        case $each in /etc/ssl/certs) ;; /*) show "${each%/simple}" ;; esac
         if [ -f "$each" ] && [ ! -e "$root$each" ]; then install -D -m 644 "$each" "$root$each"; fi
     done
 done

@@ -413,7 +413,8 @@ def highlights(report: dict[str, Any]) -> str:
         ratio = statistics.median(one / another for one, another in zip(mine, other, strict=True))
         lines.append([name, f"{statistics.median(mine):,.0f}", f"{statistics.median(other):,.0f}", f"{ratio:.1f}"])
     told = report["parts"]["verbs"]["circumstances"]
-    about = f"Medians with four clients, 100 bytes and `synchronous_commit = off`.\n{told['machine']}."
+    about = f"Medians with four clients, 100 bytes and `synchronous_commit = off`; commit {told['commit']}."
+    about += f"\n{told['machine']}."
     return "\n".join(map(markdown, lines)) + f"\n\n{about}"
 
 

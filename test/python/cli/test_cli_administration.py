@@ -345,7 +345,7 @@ def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(c
     refused = cli("schedule", "create", "wrong", orders.name, "61 * * * *")
     assert refused.status == 1
     assert "invalid cron: '61 * * * *'" in refused.err
-    assert "'61' is not within 0 to 59" in refused.err
+    assert "'61' is not a value, a range or a step within 0 to 59" in refused.err
     assert cli("schedule", "create", "wrong", orders.name, "@daily", "{").status == 2
 
 

@@ -1,5 +1,6 @@
 """The commands on whole queues, doctor and compact."""
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
-from typing import Annotated, Any, Final, NoReturn, cast
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from rich.live import Live
@@ -30,190 +31,83 @@ class OnDead(StrEnum):
     HOLD = "hold"
 
 
+def _duration(text: str) -> Any:
+    return Annotated[timedelta | None, duration_option(help=text)]
+
+
+def _option(kind: Any, text: str, *names: str, **more: Any) -> Any:
+    return Annotated[kind | None, typer.Option(*names, help=text, show_default=False, **more)]
+
+
 # The settings of a queue. The help has the default and the range in parentheses.
-VisibilityTimeout = Annotated[
-    timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
-]
-MaxAttempts = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Attempts before a message is dead (5; 1 to 100; 0: no limit).", show_default=False),
-]
-Dlq = Annotated[
-    bool | None,
-    typer.Option(
-        "--dlq/--no-dlq", help="Keep dead messages as dead letters, or delete them (keep).", show_default=False
+_SETTINGS: Final[dict[str, Any]] = {
+    "visibility_timeout": _duration("How long a claimed message stays hidden (30s; 1s to 12h)."),
+    "max_attempts": _option(int, "Attempts before a message is dead (5; 1 to 100; 0: no limit).", metavar="N"),
+    "dlq_enabled": _option(bool, "Keep dead messages as dead letters, or delete them (keep).", "--dlq/--no-dlq"),
+    "dead_letter_expired": _option(
+        bool, "Keep expired messages as dead letters, or delete them (delete).", "--dead-letter-expired/--drop-expired"
     ),
-]
-DeadLetterExpired = Annotated[
-    bool | None,
-    typer.Option(
-        "--dead-letter-expired/--drop-expired",
-        help="Keep expired messages as dead letters, or delete them (delete).",
-        show_default=False,
+    "backoff_base": _duration("The delay after the first failure (1s; up to 30d)."),
+    "backoff_factor": _option(float, "The factor of each further delay (2; 1 to 100).", metavar="FACTOR"),
+    "backoff_max": _duration("The longest delay (10m; up to 30d)."),
+    "backoff_jitter": _option(float, "The random part of a delay (0.2; 0 to 1).", metavar="PART"),
+    "max_payload_bytes": _option(int, "The largest payload or body (262144; up to 100 MB).", metavar="N"),
+    "archive_for": _duration("How long acknowledged messages are kept (not kept; 1d to 3652d)."),
+    "expires_after_idle": _duration("Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
+    "dedup_window": _duration(
+        "How long a key of send --dedup-key is taken (5m; 1s to 30d; 0: while its message lives)."
     ),
-]
-BackoffBase = Annotated[timedelta | None, duration_option(help="The delay after the first failure (1s; up to 30d).")]
-BackoffFactor = Annotated[
-    float | None,
-    typer.Option(metavar="FACTOR", help="The factor of each further delay (2; 1 to 100).", show_default=False),
-]
-BackoffMax = Annotated[timedelta | None, duration_option(help="The longest delay (10m; up to 30d).")]
-BackoffJitter = Annotated[
-    float | None,
-    typer.Option(metavar="PART", help="The random part of a delay (0.2; 0 to 1).", show_default=False),
-]
-MaxPayloadBytes = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="The largest payload or body (262144; up to 100 MB).", show_default=False),
-]
-ArchiveFor = Annotated[
-    timedelta | None, duration_option(help="How long acknowledged messages are kept (not kept; 1d to 3652d).")
-]
-ExpiresAfterIdle = Annotated[
-    timedelta | None,
-    duration_option(help="Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
-]
-
-DedupWindow = Annotated[
-    timedelta | None,
-    duration_option(help="How long a key of send --dedup-key is taken (5m; 1s to 30d; 0: while its message lives)."),
-]
-
-GroupLimit = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Messages of a group in flight (no groups; 1 to 1000); 1: in order.", show_default=False
-    ),
-]
-
-OnDeadOption = Annotated[
-    OnDead | None,
-    typer.Option(help="After a dead letter its group goes on (skip, the default) or waits (hold).", show_default=False),
-]
-
-MaxInFlight = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Messages in flight at a time (any number; 1 to 10000).", show_default=False),
-]
-
-RateLimit = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Messages claimed in each --rate-period (any number; 1 to 1000000).", show_default=False
-    ),
-]
-
-RatePeriod = Annotated[timedelta | None, duration_option(help="The period of --rate-limit (1s; 1ms to 1d).")]
-
-Counters = Annotated[
-    bool | None,
-    typer.Option(
+    "group_limit": _option(int, "Messages of a group in flight (no groups; 1 to 1000); 1: in order.", metavar="N"),
+    "on_dead": _option(OnDead, "After a dead letter its group goes on (skip, the default) or waits (hold)."),
+    "max_in_flight": _option(int, "Messages in flight at a time (any number; 1 to 10000).", metavar="N"),
+    "rate_limit": _option(int, "Messages claimed in each --rate-period (any number; 1 to 1000000).", metavar="N"),
+    "rate_period": _duration("The period of --rate-limit (1s; 1ms to 1d)."),
+    "counters": _option(
+        bool,
+        "Count what is sent and acknowledged (yes). A queue that has counters keeps them.",
         "--counters/--no-counters",
-        help="Count what is sent and acknowledged (yes). A queue that has counters keeps them.",
-        show_default=False,
     ),
-]
-DeadLetterTo = Annotated[
-    str | None,
-    typer.Option(
+    "dead_letter_to": _option(
+        str,
+        "The queue that takes the dead letters and sends them (none).",
         metavar="QUEUE",
-        help="The queue that takes the dead letters and sends them (none).",
         autocompletion=complete_queue,
-        show_default=False,
     ),
-]
+    "priorities": _option(
+        bool, "Claim messages with a higher priority (send --priority) first.", "--priorities/--no-priorities"
+    ),
+}
 
 
+def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a command have an option for each setting."""
+    signature = inspect.signature(function, eval_str=True)
+    (session, queue, *own), kind = signature.parameters.values(), inspect.Parameter.KEYWORD_ONLY
+    settings = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in _SETTINGS.items()]
+    parameters = [session, queue, *settings, *own[:-1]]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@_with_settings
 def create(
     session: Session,
     queue: QueueName,
-    visibility_timeout: VisibilityTimeout = None,
-    max_attempts: MaxAttempts = None,
-    dlq: Dlq = None,
-    dead_letter_expired: DeadLetterExpired = None,
-    backoff_base: BackoffBase = None,
-    backoff_factor: BackoffFactor = None,
-    backoff_max: BackoffMax = None,
-    backoff_jitter: BackoffJitter = None,
-    max_payload_bytes: MaxPayloadBytes = None,
-    archive_for: ArchiveFor = None,
-    expires_after_idle: ExpiresAfterIdle = None,
-    dedup_window: DedupWindow = None,
-    group_limit: GroupLimit = None,
-    on_dead: OnDeadOption = None,
-    max_in_flight: MaxInFlight = None,
-    rate_limit: RateLimit = None,
-    rate_period: RatePeriod = None,
-    counters: Counters = None,
-    dead_letter_to: DeadLetterTo = None,
-    priorities: Annotated[
-        bool, typer.Option("--priorities", help="Claim messages with a higher priority (send --priority) first.")
-    ] = False,
+    *,
     dedicated: Annotated[
         bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
     ] = False,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave an existing queue unchanged.")] = False,
+    **settings: Any,
 ) -> None:
     """Create a queue. A name has 1 to 128 characters of a-z, 0-9, - and _."""
     with session.queue(queue) as verbs:
-        info = verbs.create_queue(
-            visibility_timeout=visibility_timeout,
-            max_attempts=max_attempts,
-            dlq_enabled=dlq,
-            dedicated=dedicated or None,
-            dead_letter_expired=dead_letter_expired,
-            max_payload_bytes=max_payload_bytes,
-            backoff_base=backoff_base,
-            backoff_factor=backoff_factor,
-            backoff_max=backoff_max,
-            backoff_jitter=backoff_jitter,
-            if_not_exists=if_not_exists or None,
-            archive_for=archive_for,
-            expires_after_idle=expires_after_idle,
-            dedup_window=dedup_window,
-            group_limit=group_limit,
-            on_dead=on_dead,
-            max_in_flight=max_in_flight,
-            rate_limit=rate_limit,
-            rate_period=rate_period,
-            priorities=priorities or None,
-            counters=counters,
-            dead_letter_to=dead_letter_to,
-        )
+        info = verbs.create_queue(dedicated=dedicated or None, if_not_exists=if_not_exists or None, **settings)
     _report(session, info)
 
 
-def alter(
-    session: Session,
-    queue: QueueName,
-    visibility_timeout: VisibilityTimeout = None,
-    max_attempts: MaxAttempts = None,
-    dlq: Dlq = None,
-    dead_letter_expired: DeadLetterExpired = None,
-    backoff_base: BackoffBase = None,
-    backoff_factor: BackoffFactor = None,
-    backoff_max: BackoffMax = None,
-    backoff_jitter: BackoffJitter = None,
-    max_payload_bytes: MaxPayloadBytes = None,
-    archive_for: ArchiveFor = None,
-    expires_after_idle: ExpiresAfterIdle = None,
-    dedup_window: DedupWindow = None,
-    group_limit: GroupLimit = None,
-    on_dead: OnDeadOption = None,
-    max_in_flight: MaxInFlight = None,
-    rate_limit: RateLimit = None,
-    rate_period: RatePeriod = None,
-    counters: Counters = None,
-    dead_letter_to: DeadLetterTo = None,
-    priorities: Annotated[
-        bool | None,
-        typer.Option(
-            "--priorities/--no-priorities",
-            help="Claim messages with a higher priority (send --priority) first.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+@_with_settings
+def alter(session: Session, queue: QueueName, **settings: Any) -> None:
     """Change settings of a queue; those that are not given stay.
 
     The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
@@ -223,32 +117,10 @@ def alter(
     other calls of the queue wait meanwhile. --dead-letter-to with the name of the queue itself keeps the dead letters
     there.
     """
-    settings = {
-        "visibility_timeout": visibility_timeout,
-        "max_attempts": max_attempts,
-        "dlq_enabled": dlq,
-        "dead_letter_expired": dead_letter_expired,
-        "max_payload_bytes": max_payload_bytes,
-        "backoff_base": backoff_base,
-        "backoff_factor": backoff_factor,
-        "backoff_max": backoff_max,
-        "backoff_jitter": backoff_jitter,
-        "archive_for": archive_for,
-        "expires_after_idle": expires_after_idle,
-        "dedup_window": dedup_window,
-        "group_limit": group_limit,
-        "on_dead": on_dead,
-        "max_in_flight": max_in_flight,
-        "rate_limit": rate_limit,
-        "rate_period": rate_period,
-        "counters": counters,
-        "dead_letter_to": dead_letter_to,
-        "priorities": priorities,
-    }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
     with session.queue(queue) as verbs:
-        info = verbs.alter_queue(**cast(Any, settings))
+        info = verbs.alter_queue(**settings)
     _report(session, info)
 
 
