@@ -1,10 +1,12 @@
 begin;
-select plan(171);
+-- The lock makes test files wait for each other: this file attaches tables.
+lock table only pgqueue.messages in exclusive mode;
+select plan(192);
 
 -- A queue costs the others nothing.
 select pgqueue.create_queue('many-' || n, group_limit => case n % 2 when 0 then 1 end, priorities => n % 2 = 1, max_in_flight => case n % 3 when 0 then 5 end) from generate_series(1, 30) n \g /dev/null
 select is((select count(*) from pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass and i.inhrelid::regclass::text ~ '_[0-9]+$'), 0::bigint, 'queues with groups, priorities and limits have no table of their own');
-select is((select count(*) from pg_locks l where l.pid = pg_backend_pid() and l.relation in ('pgqueue.messages'::regclass, 'pgqueue.messages_shared'::regclass) and l.mode not in ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')), 0::bigint, 'they are created and altered without a lock that stops other queues');
+select is((select count(*) from pg_locks l where l.pid = pg_backend_pid() and l.relation in ('pgqueue.messages'::regclass, 'pgqueue.messages_shared'::regclass) and l.mode not in ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock', 'ExclusiveLock')), 0::bigint, 'they are created and altered without a lock that stops other queues');
 
 create temp table kinds (kind text, args text, number bigint);
 insert into kinds values
@@ -88,7 +90,8 @@ select is((pgqueue.alter_queue('rules', max_in_flight => 3)).max_in_flight, 3, '
 select pgqueue.enqueue('rules', '"c1"') \g /dev/null
 select is_empty($$ select pgqueue.claim('rules', 10) $$, 'messages that were claimed before count as in flight');
 select is((pgqueue.alter_queue('rules', max_in_flight => 0, priorities => true)).priorities, true, 'alter_queue gives priorities');
-select pgqueue.enqueue('rules', '"c2"', priority => 5), setseed(0.5) \g /dev/null -- with this seed a claim begins with the highest priority
+-- With this seed a claim begins with the highest priority.
+select pgqueue.enqueue('rules', '"c2"', priority => 5), setseed(0.5) \g /dev/null
 select is((select c.payload from pgqueue.claim('rules') c), '"c2"', 'a message with a higher priority is claimed before one that was sent before the change');
 select throws_ok($$ select pgqueue.alter_queue('rules', group_limit => 1) $$, '22023', 'invalid priorities: ''true''', 'a queue with priorities gets no group_limit');
 select pgqueue.create_queue('own', dedicated => true) \g /dev/null
@@ -137,6 +140,34 @@ select pg_temp.adopts(k.kind) from kinds k where k.number is not null union all 
 select is((select sum(pgqueue.drop_queue(q.name)) from pgqueue.queues q where q.name ~ '^plain-sql-'), 6::numeric, 'drop_queue removes the messages of every kind');
 insert into pgqueue.messages (queue_name, payload) values ('own', '1');
 select is(pgqueue.drop_queue('own'), 1::bigint, 'drop_queue removes what plain SQL has sent');
+
+-- A kind that plain SQL has set, and that the queue does not have, hides a message. A sweep may have passed its id.
+create function pg_temp.hides(k text, wrong bigint) returns setof text language plpgsql as $$
+declare
+    queue constant text := 'hides-' || k;
+    f pgqueue.finding;
+begin
+    perform pgqueue.create_queue(queue, dedicated => k = 'dedicated');
+    if k <> 'dedicated' then
+        perform pg_temp.alter_to(queue, k);
+    end if;
+    perform pgqueue.enqueue(queue, '"right"');
+    insert into pgqueue.messages (queue_name, payload) values (queue, '"right"');
+    select w.* into f from pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') w where q.name = queue;
+    return next is(f.finding, null, format('%s: doctor finds no wrong kind in messages of the queue and of plain SQL', k));
+    insert into pgqueue.messages (queue_name, payload, kind) values (queue, '"wrong"', wrong);
+    for n in 1..3 loop
+        perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
+    end loop;
+    update pgqueue.sweep_state s set vacant_ids = int8multirange(int8range(null, m.id + 1)), first_id = m.id + 1
+    from pgqueue.messages m where m.queue_name = queue and s.queue_name = queue and m.payload = '"wrong"';
+    select w.* into f from pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') w where q.name = queue and w.finding = 'wrong_kind';
+    return next is(f.severity, 'error', format('%s: doctor reports a message with a kind that the queue does not have', k));
+    execute f.repair;
+    return next is(array(select c.payload from pgqueue.claim(queue) c), array['"wrong"'::jsonb], format('%s: a claim finds it after the repair', k));
+end;
+$$;
+select pg_temp.hides(k.kind, coalesce(k.number, 0) % 4 + 1) from kinds k union all select pg_temp.hides('dedicated', 2);
 
 -- A session keeps plans that it made while the tables were empty. They must not use the further indexes.
 create function pg_temp.buffers(statement text) returns int language plpgsql as $$
