@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -54,35 +54,25 @@ class IllegalTransition(RuntimeError):
     """A transition that is not in `TRANSITIONS`."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ClaimedMessage:
     """A message that the consumer has claimed or received, and its state."""
 
-    __slots__ = (
-        "call",
-        "claimed_until",
-        "id",
-        "is_in_doubt",
-        "is_locked",
-        "is_settled_by_handler",
-        "message",
-        "queue_name",
-        "renew_at",
-        "state",
-        "token",
-    )
+    message: Message
+    id: int = field(init=False)
+    queue_name: str = field(init=False)
+    token: UUID | None = field(init=False)  # None for a received message
+    call: "HandlerCall | None" = None  # the call of the handler that has it
+    is_locked: bool = False  # another transaction has locked the row
+    is_in_doubt: bool = False  # the connection broke during its settlement, which may have been committed
+    is_settled_by_handler: bool = False  # by `Delivery.settled`, in any thread
+    claimed_until: float = 0.0  # of the monotonic clock; before it no other consumer can claim the message
+    renew_at: float = 0.0
+    state: State = State.CLAIMED  # only `try_become` changes it, in any thread
 
-    def __init__(self, message: Message) -> None:
-        self.message = message
-        self.id = message.id
-        self.queue_name = message.queue_name
-        self.token = message.claim_token  # None for a received message
-        self.call: HandlerCall | None = None  # the call of the handler that has it
-        self.is_locked = False  # another transaction has locked the row
-        self.is_in_doubt = False  # the connection broke during its settlement, which may have been committed
-        self.is_settled_by_handler = False  # by `Delivery.settled`, in any thread
-        # On the monotonic clock. Before `claimed_until` no other consumer can claim the message.
-        self.claimed_until = self.renew_at = 0.0
-        self.state = State.CLAIMED  # only `try_become` changes it, in any thread
+    def __post_init__(self) -> None:
+        message = self.message
+        self.id, self.queue_name, self.token = message.id, message.queue_name, message.claim_token
 
     @property
     def is_lost(self) -> bool:
@@ -141,37 +131,22 @@ def _copy_of(value: Any) -> Any:
         return value
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class HandlerCall:
     """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
 
-    __slots__ = (
-        "_cancels_task",
-        "_connection",
-        "_lock",
-        "began_at",
-        "in_hand",
-        "is_cancelled",
-        "is_late",
-        "messages",
-        "received",
-        "task",
-        "thread",
-        "timeout",
-    )
-
-    def __init__(self, cancels_task: bool) -> None:
-        self.messages: list[ClaimedMessage] = []
-        self.is_cancelled = False  # by a forced stop or a timeout; threads read this, too
-        self.in_hand: list[ClaimedMessage] = []  # the messages that the handler or the policy has got last
-        self.began_at = math.inf  # of the function of the user that runs now, on the monotonic clock
-        self.thread = 0  # in which it runs
-        self.is_late = False  # it was reported to run for long
-        self.timeout: TimeoutError | None = None  # it has exceeded the `handler_timeout`
-        self.received: Callable[[int | None], None] | None = None  # to be told how many messages were received
-        self.task: asyncio.Task[None]
-        self._cancels_task = cancels_task  # the handler runs in the task
-        self._connection: Any = None
-        self._lock = threading.Lock()
+    cancels_task: bool  # the handler runs in the task
+    messages: list[ClaimedMessage] = field(default_factory=list)
+    is_cancelled: bool = False  # by a forced stop or a timeout; threads read this, too
+    in_hand: list[ClaimedMessage] = field(default_factory=list)  # those that the handler or the policy has got last
+    began_at: float = math.inf  # of the function of the user that runs now, on the monotonic clock
+    thread: int = 0  # in which it runs
+    is_late: bool = False  # it was reported to run for long
+    timeout: TimeoutError | None = None  # it has exceeded the `handler_timeout`
+    received: Callable[[int | None], None] | None = None  # to be told how many messages were received
+    task: asyncio.Task[None] = field(init=False)
+    _connection: Any = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, messages: list[ClaimedMessage]) -> None:
         """Note the messages of the call."""
@@ -204,7 +179,7 @@ class HandlerCall:
 
     def cancel_task(self) -> None:
         """Cancel the task if the handler runs in it."""
-        if self._cancels_task:
+        if self.cancels_task:
             self.task.cancel()
 
     @contextmanager
