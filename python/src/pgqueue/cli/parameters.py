@@ -1,5 +1,6 @@
 """Values on the command line, and the options that several commands share."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -38,9 +39,12 @@ __all__ = [
     "complete_queue",
     "duration_option",
     "is_internal",
+    "optional",
+    "optional_duration",
     "parse_duration",
     "parse_headers",
     "parse_json",
+    "with_options",
 ]
 
 M = TypeVar("M", Message, DeadMessage, ArchivedMessage)
@@ -55,6 +59,32 @@ def parse_duration(text: str | timedelta) -> timedelta:
 
 
 duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
+
+
+def optional(kind: Any, text: str, *names: str, **more: Any) -> Any:
+    """The type of an option that may be left out, with its help, for `with_options`."""
+    return Annotated[kind | None, typer.Option(*names, help=text, show_default=False, **more)]
+
+
+def optional_duration(text: str) -> Any:
+    """The type of a duration that may be left out, with its help, for `with_options`."""
+    return Annotated[timedelta | None, duration_option(help=text)]
+
+
+def with_options(options: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a function further options, by name and type, which it takes as `**options`. Those not given are None."""
+
+    def extend(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        *own, _ = signature.parameters.values()
+        first = [each for each in own if each.kind is not kind]
+        more = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in options.items()]
+        parameters = [*first, *more, *own[len(first) :]]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return extend
 
 
 def parse_moment(text: str | datetime) -> datetime:

@@ -1,6 +1,5 @@
 """The commands on whole queues, doctor and compact."""
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,17 @@ from rich.text import Text
 from ..client import Queue, Queues
 from ..message import Compaction, Finding, QueueInfo, QueueStats
 from .formatting import counted, format_age, format_duration, format_moment, printable, table
-from .parameters import OnlyQueue, QueueName, Yes, complete_queue, duration_option, is_internal
+from .parameters import (
+    OnlyQueue,
+    QueueName,
+    Yes,
+    complete_queue,
+    duration_option,
+    is_internal,
+    optional,
+    optional_duration,
+    with_options,
+)
 from .session import Session, Status
 
 __all__ = ["alter", "compact", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
@@ -31,65 +40,49 @@ class OnDead(StrEnum):
     HOLD = "hold"
 
 
-def _duration(text: str) -> Any:
-    return Annotated[timedelta | None, duration_option(help=text)]
-
-
-def _option(kind: Any, text: str, *names: str, **more: Any) -> Any:
-    return Annotated[kind | None, typer.Option(*names, help=text, show_default=False, **more)]
-
-
 # The settings of a queue. The help has the default and the range in parentheses.
 _SETTINGS: Final[dict[str, Any]] = {
-    "visibility_timeout": _duration("How long a claimed message stays hidden (30s; 1s to 12h)."),
-    "max_attempts": _option(int, "Attempts before a message is dead (5; 1 to 100; 0: no limit).", metavar="N"),
-    "dlq_enabled": _option(bool, "Keep dead messages as dead letters, or delete them (keep).", "--dlq/--no-dlq"),
-    "dead_letter_expired": _option(
+    "visibility_timeout": optional_duration("How long a claimed message stays hidden (30s; 1s to 12h)."),
+    "max_attempts": optional(int, "Attempts before a message is dead (5; 1 to 100; 0: no limit).", metavar="N"),
+    "dlq_enabled": optional(bool, "Keep dead messages as dead letters, or delete them (keep).", "--dlq/--no-dlq"),
+    "dead_letter_expired": optional(
         bool, "Keep expired messages as dead letters, or delete them (delete).", "--dead-letter-expired/--drop-expired"
     ),
-    "backoff_base": _duration("The delay after the first failure (1s; up to 30d)."),
-    "backoff_factor": _option(float, "The factor of each further delay (2; 1 to 100).", metavar="FACTOR"),
-    "backoff_max": _duration("The longest delay (10m; up to 30d)."),
-    "backoff_jitter": _option(float, "The random part of a delay (0.2; 0 to 1).", metavar="PART"),
-    "max_payload_bytes": _option(int, "The largest payload or body (262144; up to 100 MB).", metavar="N"),
-    "archive_for": _duration("How long acknowledged messages are kept (not kept; 1d to 3652d)."),
-    "expires_after_idle": _duration("Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
-    "dedup_window": _duration(
+    "backoff_base": optional_duration("The delay after the first failure (1s; up to 30d)."),
+    "backoff_factor": optional(float, "The factor of each further delay (2; 1 to 100).", metavar="FACTOR"),
+    "backoff_max": optional_duration("The longest delay (10m; up to 30d)."),
+    "backoff_jitter": optional(float, "The random part of a delay (0.2; 0 to 1).", metavar="PART"),
+    "max_payload_bytes": optional(int, "The largest payload or body (262144; up to 100 MB).", metavar="N"),
+    "archive_for": optional_duration("How long acknowledged messages are kept (not kept; 1d to 3652d)."),
+    "expires_after_idle": optional_duration(
+        "Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."
+    ),
+    "dedup_window": optional_duration(
         "How long a key of send --dedup-key is taken (5m; 1s to 30d; 0: while its message lives)."
     ),
-    "group_limit": _option(int, "Messages of a group in flight (no groups; 1 to 1000); 1: in order.", metavar="N"),
-    "on_dead": _option(OnDead, "After a dead letter its group goes on (skip, the default) or waits (hold)."),
-    "max_in_flight": _option(int, "Messages in flight at a time (any number; 1 to 10000).", metavar="N"),
-    "rate_limit": _option(int, "Messages claimed in each --rate-period (any number; 1 to 1000000).", metavar="N"),
-    "rate_period": _duration("The period of --rate-limit (1s; 1ms to 1d)."),
-    "counters": _option(
+    "group_limit": optional(int, "Messages of a group in flight (no groups; 1 to 1000); 1: in order.", metavar="N"),
+    "on_dead": optional(OnDead, "After a dead letter its group goes on (skip, the default) or waits (hold)."),
+    "max_in_flight": optional(int, "Messages in flight at a time (any number; 1 to 10000).", metavar="N"),
+    "rate_limit": optional(int, "Messages claimed in each --rate-period (any number; 1 to 1000000).", metavar="N"),
+    "rate_period": optional_duration("The period of --rate-limit (1s; 1ms to 1d)."),
+    "counters": optional(
         bool,
         "Count what is sent and acknowledged (yes). A queue that has counters keeps them.",
         "--counters/--no-counters",
     ),
-    "dead_letter_to": _option(
+    "dead_letter_to": optional(
         str,
         "The queue that takes the dead letters and sends them (none).",
         metavar="QUEUE",
         autocompletion=complete_queue,
     ),
-    "priorities": _option(
+    "priorities": optional(
         bool, "Claim messages with a higher priority (send --priority) first.", "--priorities/--no-priorities"
     ),
 }
 
 
-def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Let a command have an option for each setting."""
-    signature = inspect.signature(function, eval_str=True)
-    (session, queue, *own), kind = signature.parameters.values(), inspect.Parameter.KEYWORD_ONLY
-    settings = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in _SETTINGS.items()]
-    parameters = [session, queue, *settings, *own[:-1]]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
-
-
-@_with_settings
+@with_options(_SETTINGS)
 def create(
     session: Session,
     queue: QueueName,
@@ -106,7 +99,7 @@ def create(
     _report(session, info)
 
 
-@_with_settings
+@with_options(_SETTINGS)
 def alter(session: Session, queue: QueueName, **settings: Any) -> None:
     """Change settings of a queue; those that are not given stay.
 

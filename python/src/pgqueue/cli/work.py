@@ -22,7 +22,7 @@ from .._tasks import is_async
 from ..client import Queue
 from ..errors import is_unreachable
 from .logging_output import Level, log_to
-from .parameters import AlsoQueues, QueueName, duration_option
+from .parameters import AlsoQueues, QueueName, duration_option, optional, optional_duration, with_options
 from .session import Failure, Session, has_misread_password
 from .work_monitor import WorkMonitor
 
@@ -41,6 +41,37 @@ class Mode(StrEnum):
     RECEIVE = "receive"
 
 
+_CONSUMER: Final[dict[str, Any]] = {
+    "concurrency": optional(int, "Handlers that run at a time (the number of CPUs, at least 2).", metavar="N", min=1),
+    "batch_size": optional(int, "Call the handler with a list of up to N deliveries.", metavar="N", min=1),
+    "prefetch": optional(int, "Messages to claim in advance, in plain lease mode (0).", metavar="N", min=0),
+    "visibility_timeout": optional_duration(
+        "The timeout of claims, which are extended while handlers run (that of the queue)."
+    ),
+    "grace_period": optional_duration("The time that running handlers get when it stops (25s)."),
+    "handler_timeout": optional_duration("The time limit of a handler, whose attempt has failed then (none)."),
+    "claimed_by": optional(str, "The name of the consumer, for people (host:pid:queue).", metavar="NAME"),
+    "peek_delay": optional_duration("The poll interval without notifications (1s; at least 100ms)."),
+    "peek_batch_size": optional(int, "At most N messages per poll (10 x concurrency).", metavar="N", min=1),
+    "circuit_breaker_after": optional_duration("How long the database may fail before the consumer pauses (30s)."),
+    "give_up_after": optional_duration("Fail if the database cannot be reached for this time (wait for ever)."),
+    "liveness_file": optional(Path, "Touch this file every 5 s, for a liveness probe.", metavar="PATH"),
+}
+_RETRIES: Final[dict[str, Any]] = {
+    "immediate_retries": optional(
+        int, "Retries without delay after a failure (5 with one of the next two).", metavar="N", min=0
+    ),
+    "delayed_retries": optional(
+        int, "Rounds of retries after a delay (3 with one of the other two).", metavar="N", min=0
+    ),
+    "retry_delay": Annotated[
+        list[timedelta] | None,
+        duration_option(help="The delays, one option for each; the last repeats (10s, 20s, 30s)."),
+    ],
+}
+
+
+@with_options(_CONSUMER | _RETRIES)
 def work(
     session: Session,
     queue: QueueName,
@@ -64,40 +95,7 @@ def work(
             help="In lease mode: handle and acknowledge in one transaction, on delivery.connection.",
         ),
     ] = False,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Handlers that run at a time (the number of CPUs, at least 2).", min=1, show_default=False
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Call the handler with a list of up to N deliveries.", min=1, show_default=False
-        ),
-    ] = None,
-    prefetch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Messages to claim in advance, in plain lease mode (0).", min=0, show_default=False
-        ),
-    ] = None,
-    visibility_timeout: Annotated[
-        timedelta | None,
-        duration_option(help="The timeout of claims, which are extended while handlers run (that of the queue)."),
-    ] = None,
-    grace_period: Annotated[
-        timedelta | None,
-        duration_option(help="The time that running handlers get when it stops (25s)."),
-    ] = None,
-    handler_timeout: Annotated[
-        timedelta | None,
-        duration_option(help="The time limit of a handler, whose attempt has failed then (none)."),
-    ] = None,
-    claimed_by: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The name of the consumer, for people (host:pid:queue).", show_default=False),
-    ] = None,
+    *,
     until_empty: Annotated[
         bool,
         typer.Option("--until-empty", help="Stop when nothing is ready, in flight, or due within --look-ahead."),
@@ -106,54 +104,13 @@ def work(
         timedelta,
         duration_option(help="For --until-empty: wait for messages that become due within this time (1m)."),
     ] = timedelta(minutes=1),
-    peek_delay: Annotated[
-        timedelta | None,
-        duration_option(help="The poll interval without notifications (1s; at least 100ms)."),
-    ] = None,
-    peek_batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="At most N messages per poll (10 x concurrency).", min=1, show_default=False),
-    ] = None,
     listen: Annotated[
         bool,
         typer.Option("--listen/--no-listen", help="Use notifications and polls, or polls only."),
     ] = True,
-    circuit_breaker_after: Annotated[
-        timedelta | None,
-        duration_option(help="How long the database may fail before the consumer pauses (30s)."),
-    ] = None,
-    immediate_retries: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Retries without delay after a failure (5 with one of the next two).",
-            min=0,
-            show_default=False,
-        ),
-    ] = None,
-    delayed_retries: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Rounds of retries after a delay (3 with one of the other two).",
-            min=0,
-            show_default=False,
-        ),
-    ] = None,
-    retry_delay: Annotated[
-        list[timedelta] | None,
-        duration_option(help="The delays, one option for each; the last repeats (10s, 20s, 30s)."),
-    ] = None,
-    give_up_after: Annotated[
-        timedelta | None,
-        duration_option(help="Fail if the database cannot be reached for this time (wait for ever)."),
-    ] = None,
-    liveness_file: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Touch this file every 5 s, for a liveness probe.", show_default=False),
-    ] = None,
     log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
+    **options: Any,
 ) -> None:
     """Consume a queue with a handler, until stopped.
 
@@ -170,25 +127,9 @@ def work(
     the database could not be reached for --give-up-after.
     """
     function = _load(handler)
-    settings = {
-        "also": also,
-        "mode": mode.value,
-        "transactional": transactional,
-        "concurrency": concurrency,
-        "batch_size": batch_size,
-        "prefetch": prefetch,
-        "visibility_timeout": visibility_timeout,
-        "grace_period": grace_period,
-        "handler_timeout": handler_timeout,
-        "claimed_by": claimed_by,
-        "peek_delay": peek_delay,
-        "peek_batch_size": peek_batch_size,
-        "listen": listen,
-        "circuit_breaker_after": circuit_breaker_after,
-        "give_up_after": give_up_after,
-        "liveness_file": liveness_file,
-    }
-    retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
+    immediate, delayed, delays = (options.pop(name) for name in _RETRIES)
+    settings = {"also": also, "mode": mode.value, "transactional": transactional, "listen": listen} | options
+    retries = {"immediate": immediate, "delayed": delayed, "delays": delays or None}
     make_consumer = _consumer_factory(queue, function, settings, retries)
     queues = make_consumer("").queue_names  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
