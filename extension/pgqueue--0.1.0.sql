@@ -3982,17 +3982,6 @@ comment on function pgqueue._settled_dedup_key_holder(pgqueue.queues, text, time
 'The message that has a key; null if the key is free. Waits for a transaction that gives the key to another message or
 frees it.';
 
-create function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
-returns bigint
-language sql volatile
-as $$
-    select (pgqueue._read_dedup_keys(
-        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
-    )).taken_ids[1]
-$$;
-comment on function pgqueue._dedup_key_holder(pgqueue.queues, text, timestamptz) is
-'The message that has a key; null if the key is free.';
-
 create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
 language sql volatile
@@ -10593,29 +10582,6 @@ transactions that have locked them.';
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
-create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(queue_name);
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
-    -- exists" and "if not exists" read the catalog again.
-    if archive_for is null then
-        -- Any role with access can make a view that depends on it. It must not keep the sequence.
-        execute format('drop sequence if exists %s cascade', mark);
-    else
-        execute format('create sequence if not exists %s', mark);
-        perform pgqueue._revoke_default_privileges(mark::regclass);
-    end if;
-end;
-$$;
-comment on function pgqueue._set_archive_marker(text, interval) is
-'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
-
 create function pgqueue._confirm_time(at timestamptz)
 returns timestamptz
 language plpgsql volatile
@@ -10678,29 +10644,6 @@ $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
 
-create function pgqueue._create_day_partition(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    partition constant text := pgqueue._day_partition_name(day);
-begin
-    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition of"
-    -- would take an access exclusive lock on the parent.
-    execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
-    execute format('create index on pgqueue.%I (queue_name, id)', partition);
-    execute format('alter table pgqueue.%I replica identity full', partition);
-    execute format('comment on table pgqueue.%I is %L', partition,
-        format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
-    execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
-        partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
-end;
-$$;
-comment on function pgqueue._create_day_partition(date) is
-'Creates the partition of one day of the archive.';
-
 create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
@@ -10710,6 +10653,7 @@ declare
     today constant date := pgqueue._utc_day(at);
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
+    partition text;
 begin
     -- Eight days ahead are enough for a queue that is used only once a week.
     for day in
@@ -10720,10 +10664,18 @@ begin
         where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
         order by 1
     loop
-        if to_regclass('pgqueue.' || pgqueue._day_partition_name(day)) is null then
-            perform pgqueue._create_day_partition(day);
-            return next day;
-        end if;
+        partition := 'pgqueue.' || pgqueue._day_partition_name(day);
+        continue when to_regclass(partition) is not null;
+        -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition
+        -- of" would take an access exclusive lock on the parent.
+        execute format('create table %s (like pgqueue.archived_messages including all)', partition);
+        execute format('create index on %s (queue_name, id)', partition);
+        execute format('alter table %s replica identity full', partition);
+        execute format('comment on table %s is %L', partition, format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
+        perform pgqueue._revoke_default_privileges(partition::regclass);
+        execute format('alter table only pgqueue.archived_messages attach partition %s for values from (%L) to (%L)',
+            partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
+        return next day;
     end loop;
 end;
 $$;
@@ -10774,16 +10726,20 @@ create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 set lock_timeout = '500 ms'
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    mark constant text := pgqueue._archive_marker(q.name);
 begin
-    perform pgqueue._set_archive_marker(q.name, q.archive_for);
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
+    -- exists" reads the catalog again.
+    execute format('create sequence if not exists %s', mark);
+    perform pgqueue._revoke_default_privileges(mark::regclass);
     begin
         -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(at);
+        perform pgqueue._create_missing_days(pgqueue._now());
     exception when lock_not_available then
         -- Another session is creating the days.
         return;
@@ -10791,42 +10747,27 @@ begin
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating
-them.';
+'Creates the marker of a queue, a sequence whose existence makes acknowledgements archive, and the missing days of the
+archive. Creates no days if another session is creating them.';
 
-create function pgqueue._stop_archiving(q pgqueue.queues)
+create function pgqueue._stop_archiving(queue_name text, archive_for interval)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
 begin
-    perform pgqueue._set_archive_marker(q.name, null);
-    if q.archive_for is not null then
+    -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
+    execute format('drop sequence if exists %s cascade', pgqueue._archive_marker(queue_name));
+    if archive_for is not null then
         insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
         -- A clock that is behind must not shorten the time.
-        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._finish_time(), q.archive_for));
+        values (queue_name, archive_for, pgqueue._add_interval(pgqueue._finish_time(), archive_for));
     end if;
 end;
 $$;
-comment on function pgqueue._stop_archiving(pgqueue.queues) is
+comment on function pgqueue._stop_archiving(text, interval) is
 'Drops the marker of a queue, and records until when its archived messages have to be kept.';
-
-create function pgqueue._on_queue_created_archive(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.archive_for is not null then
-        perform pgqueue._start_archiving(q);
-    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
-        -- A restore without rows has left it.
-        perform pgqueue._set_archive_marker(q.name, null);
-    end if;
-end;
-$$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Starts archiving for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -10834,12 +10775,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this.
+    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
+    -- without rows leaves markers, too.
     if after.archive_for is distinct from before.archive_for
         or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
     then
         if after.archive_for is null then
-            perform pgqueue._stop_archiving(before);
+            perform pgqueue._stop_archiving(after.name, before.archive_for);
         else
             perform pgqueue._start_archiving(after);
         end if;
@@ -10849,10 +10791,17 @@ $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
 'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
+create function pgqueue._on_queue_created_archive(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
+'Starts archiving for a new queue that has archive_for.';
+
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(q) $$;
+as $$ select pgqueue._stop_archiving(q.name, q.archive_for) $$;
 comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
 'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
 
@@ -11160,10 +11109,8 @@ $$;
 comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_admin_or_reader, int, bigint) is
 'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
--- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
--- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
--- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
--- transaction.
+-- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
+-- reader: opening it again fences the previous reader. Each call is one transaction.
 
 create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
 returns void
@@ -11221,6 +11168,209 @@ $$;
 comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
 'Raises PQ007 stream_out_of_step.';
 
+create function pgqueue._next_epoch(epoch bigint)
+returns bigint
+language sql volatile
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
+comment on function pgqueue._next_epoch(bigint) is
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
+created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+
+create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if epoch is null then
+        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
+    end if;
+    if epoch <> s.epoch then
+        perform pgqueue._raise_stream_fenced(s, epoch);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
+'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
+
+create function pgqueue._lock_stream(queue_name text, stream_name text)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.streams;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
+    for no key update;
+    if not found then
+        perform pgqueue._require_untruncated('{pgqueue.streams}');
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._lock_stream(text, text) is
+'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
+
+create function pgqueue._public_stream(s pgqueue.streams)
+returns pgqueue.stream
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
+        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
+    )::pgqueue.stream
+$$;
+comment on function pgqueue._public_stream(pgqueue.streams) is
+'Returns the public columns of a stream.';
+
+create function pgqueue.stream_open(
+    queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
+)
+returns pgqueue.stream
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams;
+begin
+    if not pgqueue._is_name(stream_name) then
+        perform pgqueue._raise_invalid('stream_name', stream_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+    if on_ack not in ('archive', 'delete') then
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
+    end if;
+    if on_ack = 'archive' and q.archive_for is null then
+        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
+    end if;
+    -- An alter_queue that gives the queue a limit ends before, or sees the stream.
+    perform from pgqueue.queues where queues.name = q.name for share;
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
+    values (
+        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
+        stream_open.on_ack
+    )
+    on conflict on constraint streams_pkey do update
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
+        on_ack = excluded.on_ack
+    returning t.* into s;
+    return pgqueue._public_stream(s);
+end;
+$$;
+comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
+the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
+each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
+stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
+happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
+or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+
+create function pgqueue.list_streams(
+    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
+)
+returns setof pgqueue.stream
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._get_unlocked_queue(queue_name);
+    end if;
+    return query
+    select l.*
+    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
+    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
+        and pgqueue._may_use(caller, t.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
+    order by t.queue_name, t.stream_name;
+end;
+$$;
+comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
+'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
+
+create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    released int := 0;
+begin
+    if s.claim_token is not null then
+        released := pgqueue.release(queue_name, s.ids, s.claim_token);
+    end if;
+    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return released;
+end;
+$$;
+comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
+that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
+PQ005.';
+
+create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
+        or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
+    then
+        return;
+    end if;
+    -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    perform pgqueue._raise_invalid(
+        case when after.priorities then 'priorities' when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+        case when after.priorities then 'true' else coalesce(after.rate_limit, after.max_in_flight)::text end,
+        format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
+            after.name, after.name, t.stream_name))
+    from pgqueue.streams t where t.queue_name = after.name;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
+'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
+
+create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
+'Deletes the streams of the queue.';
+
+create function pgqueue._findings_of_streams(q pgqueue.queues)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    return query
+    select
+        'warning', q.name, 'lapsed_stream',
+        format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
+            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+        format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+    from pgqueue.streams t
+    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
+end;
+$$;
+comment on function pgqueue._findings_of_streams(pgqueue.queues) is
+'The findings of doctor about the streams of a queue: reservations that have run out.';
+-- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
+-- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
+
 create function pgqueue._format_ids(ids bigint[])
 returns text
 language sql immutable parallel safe
@@ -11266,31 +11416,6 @@ $$;
 comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
 'Raises PQ009 stream_poisoned.';
 
-create function pgqueue._next_epoch(epoch bigint)
-returns bigint
-language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
-created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
-
-create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if epoch is null then
-        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
-    end if;
-    if epoch <> s.epoch then
-        perform pgqueue._raise_stream_fenced(s, epoch);
-    end if;
-end;
-$$;
-comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
-
 create function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
 returns void
 language plpgsql stable
@@ -11311,40 +11436,6 @@ end;
 $$;
 comment on function pgqueue._check_batch(pgqueue.streams, bigint, bigint, uuid) is
 'Raises PQ007 unless the number and the token are those of the open batch, PQ006 for another epoch, and 22023.';
-
-create function pgqueue._lock_stream(queue_name text, stream_name text)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    s pgqueue.streams;
-begin
-    select t.* into s from pgqueue.streams t
-    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
-    for no key update;
-    if not found then
-        perform pgqueue._require_untruncated('{pgqueue.streams}');
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
-    end if;
-    return s;
-end;
-$$;
-comment on function pgqueue._lock_stream(text, text) is
-'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
-
-create function pgqueue._public_stream(s pgqueue.streams)
-returns pgqueue.stream
-language sql stable
-as $$
-    select row(
-        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
-        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
-        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
-    )::pgqueue.stream
-$$;
-comment on function pgqueue._public_stream(pgqueue.streams) is
-'Returns the public columns of a stream.';
 
 create function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -11411,16 +11502,16 @@ comment on function pgqueue._ack_open_batch(pgqueue.streams) is
 'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
 the archive if on_ack of the stream, or else the queue, says so.';
 
-create function pgqueue._after_batch(s pgqueue.streams, acked_seq bigint, acked_token uuid)
+create function pgqueue._after_batch(s pgqueue.streams)
 returns pgqueue.streams
 language sql stable
 as $$
     select jsonb_populate_record(s, jsonb_build_object(
-        'acked_seq', acked_seq, 'acked_token', acked_token, 'claim_token', null, 'ids', null, 'left_out', null,
+        'acked_seq', s.acked_seq + 1, 'acked_token', s.claim_token, 'claim_token', null, 'ids', null, 'left_out', null,
         'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
         'begun_epoch', null))
 $$;
-comment on function pgqueue._after_batch(pgqueue.streams, bigint, uuid) is
+comment on function pgqueue._after_batch(pgqueue.streams) is
 'Returns the stream without an open batch, and with this batch as the last acknowledged one.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
@@ -11438,50 +11529,6 @@ end;
 $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
 'Writes the last acknowledged batch and the open batch of a stream to its row.';
-
-create function pgqueue.stream_open(
-    queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
-)
-returns pgqueue.stream
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams;
-begin
-    if not pgqueue._is_name(stream_name) then
-        perform pgqueue._raise_invalid('stream_name', stream_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-    if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
-    end if;
-    if on_ack = 'archive' and q.archive_for is null then
-        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
-    end if;
-    -- An alter_queue that gives the queue a limit ends before, or sees the stream.
-    perform from pgqueue.queues where queues.name = q.name for share;
-    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
-    values (
-        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
-        stream_open.on_ack
-    )
-    on conflict on constraint streams_pkey do update
-    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
-        on_ack = excluded.on_ack
-    returning t.* into s;
-    return pgqueue._public_stream(s);
-end;
-$$;
-comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
-'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
-the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
-each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
-stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
-happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
-or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
@@ -11568,8 +11615,8 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    settles constant boolean := after_seq = s.acked_seq + 1;
     lost bigint[];
-    changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
     if after_seq is null or after_seq < 0 then
@@ -11585,58 +11632,49 @@ begin
     if max_bytes < 1 then
         perform pgqueue._raise_invalid('max_bytes', max_bytes::text, 'an integer from 1, or null for no limit');
     end if;
-    if q.priorities then
-        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without priorities: a batch has the messages by id');
-    end if;
-    if q.max_in_flight is not null or q.rate_limit is not null then
+    if q.priorities or coalesce(q.max_in_flight, q.rate_limit) is not null then
         perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without max_in_flight and rate_limit: a batch has all messages that are ready, up to max_messages');
+            'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
     end if;
 
-    if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
-        if s.claim_token is not null then
-            -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
-            -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
-            s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
-            s.left_out := s.left_out || lost;
-            if cardinality(s.left_out) < cardinality(s.ids) then
-                perform pgqueue._save_batch(s);
-                return next pgqueue._public_batch(s, lost);
-                return;
-            end if;
-            s := pgqueue._after_batch(s, s.acked_seq, s.acked_token);
-        else
-            changed := false;
-        end if;
-    elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
+    if settles and after_token = s.claim_token then
         perform pgqueue._ack_open_batch(s);
-        s := pgqueue._after_batch(s, after_seq, after_token);
-    else
+        s := pgqueue._after_batch(s);
+    elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
         perform pgqueue._raise_stream_out_of_step(s, after_seq);
+    elsif s.claim_token is not null then
+        -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
+        -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
+        s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
+        s.left_out := s.left_out || lost;
+        perform pgqueue._save_batch(s);
+        return next pgqueue._public_batch(s, lost);
+        return;
     end if;
 
     s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, max_bytes);
     if s.claim_token is not null then
         s.partitions := partitions;
         return next pgqueue._public_batch(s, '{}');
-    elsif not changed then
-        -- An idle stream writes nothing.
-        return;
     end if;
-    perform pgqueue._save_batch(s);
+    -- An idle stream writes nothing.
+    if settles or s.claim_token is not null then
+        perform pgqueue._save_batch(s);
+    end if;
 end;
 $$;
 comment on function pgqueue.stream_claim(
     pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint
 ) is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
-stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
-max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
-if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). It ends earlier if its
-payloads and bodies have about max_bytes bytes, as stored; the default, null, is no limit, and up to 10 messages are
-taken of any size. If after_seq and after_token are not those of the stream, the checkpoint was rolled back, copied or
-taken from another stream: this raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+stored durably, and returns the next batch: the open one, with the same messages, or a new one. Messages of the open
+batch that the stream has lost are left out and returned as lost; if none is left, the batch is empty. A new batch has
+up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is
+returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). It ends
+earlier if its payloads and bodies have about max_bytes bytes, as stored; the default, null, is no limit, and up to 10
+messages are taken of any size. If after_seq and after_token are not those of the stream, the checkpoint was rolled
+back, copied or taken from another stream: this raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
     queue_name pgqueue.queue_of_consumer,
@@ -11811,7 +11849,7 @@ begin
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     acked := pgqueue._ack_open_batch(s);
-    perform pgqueue._save_batch(pgqueue._after_batch(s, seq, claim_token));
+    perform pgqueue._save_batch(pgqueue._after_batch(s));
     return acked;
 end;
 $$;
@@ -11880,104 +11918,6 @@ the stream has lost are left out as well. The batch continues with the remaining
 over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader:
 restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
 and PQ007 if the batch is not open.';
-
-create function pgqueue.list_streams(
-    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.stream
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    if queue_name is not null then
-        perform pgqueue._get_unlocked_queue(queue_name);
-    end if;
-    return query
-    select l.*
-    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
-    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
-        and pgqueue._may_use(caller, t.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
-    order by t.queue_name, t.stream_name;
-end;
-$$;
-comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
-'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
-
-create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    released int := 0;
-begin
-    if s.claim_token is not null then
-        released := pgqueue.release(queue_name, s.ids, s.claim_token);
-    end if;
-    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
-    return released;
-end;
-$$;
-comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
-'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
-that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
-PQ005.';
-
-create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
-        or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
-    then
-        return;
-    end if;
-    -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
-    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    perform pgqueue._raise_invalid(
-        case when after.priorities then 'priorities' when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-        case when after.priorities then 'true' else coalesce(after.rate_limit, after.max_in_flight)::text end,
-        format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
-            after.name, after.name, t.stream_name))
-    from pgqueue.streams t where t.queue_name = after.name;
-end;
-$$;
-comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
-
-create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Deletes the streams of the queue.';
-
-create function pgqueue._findings_of_streams(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-begin
-    return query
-    select
-        'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
-        format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
-    from pgqueue.streams t
-    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
-end;
-$$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'The findings of doctor about the streams of a queue: reservations that have run out.';
 -- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
 -- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
 
@@ -12587,58 +12527,43 @@ $$;
 comment on function pgqueue._check_topic(text, text, boolean) is
 'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
-create function pgqueue._matching_patterns(words text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
-    prefixes text[] := '{"",#.}'::text[];
-    word text;
-begin
-    if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
-        return '{}'::text[];
-    end if;
-    -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone and
-    -- followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on the
-    -- matching patterns, not on the number of subscriptions.
-    foreach word in array words loop
-        prefixes := array(
-            select c.prefix
-            from unnest(prefixes) as b
-            cross join lateral (values
-                (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (prefix)
-            where (
-                -- The character after "." is "/": this range contains all patterns with the prefix.
-                select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
-                order by s.topic || '.' limit 1
-            )
-            union
-            select b from unnest(prefixes) as b where '.' || b like '%.#.'
-        );
-        exit when prefixes = '{}'::text[];
-    end loop;
-    return prefixes;
-end;
-$$;
-comment on function pgqueue._matching_patterns(text[]) is
-'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is
-subscribed.';
-
 create function pgqueue._subscribers(topics text[])
 returns text[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    patterns text[] := '{}'::text[];
     topic text;
+    word text;
+    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
+    prefixes text[];
+    patterns text[] := '{}'::text[];
 begin
     foreach topic in array topics loop
-        patterns := patterns || pgqueue._matching_patterns(string_to_array(topic, '.'));
+        exit when not exists (select from pgqueue.subscriptions s where s.is_pattern);
+        prefixes := '{"",#.}'::text[];
+        -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone
+        -- and followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on
+        -- the matching patterns, not on the number of subscriptions.
+        foreach word in array string_to_array(topic, '.') loop
+            prefixes := array(
+                select c.prefix
+                from unnest(prefixes) as b
+                cross join lateral (values
+                    (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
+                ) as c (prefix)
+                where (
+                    -- The character after "." is "/": this range contains all patterns with the prefix.
+                    select true from pgqueue.subscriptions s
+                    where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
+                    order by s.topic || '.' limit 1
+                )
+                union
+                select b from unnest(prefixes) as b where '.' || b like '%.#.'
+            );
+            exit when prefixes = '{}'::text[];
+        end loop;
+        patterns := patterns || prefixes;
     end loop;
     return array(
         select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
@@ -12649,8 +12574,8 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
-locked.';
+'Returns the names of the queues that are subscribed to any of the topics, directly or by a pattern, each once, in the
+order in which they are locked.';
 
 create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
@@ -12869,7 +12794,8 @@ begin
     if cardinality(fields) is distinct from 5 then
         perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
     end if;
-    with parsed as (
+    -- Each step is materialized: otherwise every use of a column would match the part again.
+    with parsed as materialized (
         select
             l.n, l.least_value, l.most_value, p.part, l.names,
             -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
@@ -12880,14 +12806,14 @@ begin
         ) as l (n, least_value, most_value, names)
         cross join string_to_table(fields[l.n], ',') as p (part)
     ),
-    numbered as (
+    numbered as materialized (
         select
             p.*, coalesce(p.m[4]::int, 1) as step,
             case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
             case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
         from parsed p
     ),
-    ranges as (
+    ranges as materialized (
         select
             u.n, u.least_value, u.most_value, u.part, u.step,
             case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,
@@ -13220,21 +13146,6 @@ comment on function pgqueue._lock_schedule(text, name) is
 'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
 queue.';
 
-create function pgqueue._remove_tick_message(s pgqueue.schedules)
-returns void
-language sql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-    -- The update comes first: otherwise the trigger would add the message again.
-    update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
-    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
-$$;
-comment on function pgqueue._remove_tick_message(pgqueue.schedules) is
-'Removes the message of the next tick.';
-
 create function pgqueue._check_schedule(s pgqueue.schedules)
 returns pgqueue.schedules
 language plpgsql volatile
@@ -13354,6 +13265,8 @@ create function pgqueue.alter_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set jit = off
 as $$
 declare
@@ -13373,11 +13286,12 @@ begin
     then
         s := pgqueue._check_schedule(s);
     end if;
-    perform pgqueue._remove_tick_message(s);
+    -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c
     set cron = s.cron, payload = s.payload, headers = s.headers, time_zone = s.time_zone, paused = s.paused,
-        catch_up = s.catch_up
+        catch_up = s.catch_up, next_id = null, next_at = null
     where c.name = s.name;
+    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
@@ -13394,11 +13308,16 @@ create function pgqueue.drop_schedule(name text, caller pgqueue.caller default c
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set jit = off
 as $$
+declare
+    s pgqueue.schedules;
 begin
-    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
-    delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
+    s := pgqueue._lock_schedule(name, caller);
+    delete from pgqueue.schedules c where c.name = s.name;
+    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
     return true;
 exception when sqlstate 'PQ011' then
     return false;
@@ -13455,17 +13374,14 @@ Raises PQ001, PQ003, PQ011.';
 
 create function pgqueue._on_queue_dropping_schedules(q pgqueue.queues)
 returns void
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
-declare
-    s pgqueue.schedules;
-begin
-    for s in select schedules.* from pgqueue.schedules where schedules.queue_name = q.name loop
-        perform pgqueue._remove_tick_message(s);
-        delete from pgqueue.schedules c where c.name = s.name;
-    end loop;
-end;
+    with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
@@ -13602,7 +13518,9 @@ begin
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
     perform pgqueue._check_dedup(array[dedup_key], 'keep');
-    id := pgqueue._dedup_key_holder(q, dedup_key, at);
+    id := (pgqueue._read_dedup_keys(
+        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
+    )).taken_ids[1];
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;
@@ -13876,24 +13794,27 @@ as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._transport_table(pgqueue.queues) is
 'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
-create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
+create function pgqueue._transport_of(q pgqueue.queues)
+returns regclass
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    relation regclass;
 begin
     -- Look the table up by name, in a statement that locks it: after waiting for expose_transport, the session's
     -- catalog cache and its snapshot can be stale.
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
+    execute format('select t.relation from %s t', pgqueue._transport_table(q)) into relation;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
+    return relation;
 exception when undefined_table then
-    -- The queue is not exposed.
-    null;
+    return null;
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises
+'Returns the current relation of a queue that the caller has locked; null if it is not exposed. Raises
 40001 if it was exposed after the snapshot was taken.';
 
 create function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
@@ -14189,11 +14110,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    relation regclass;
-    seq_register regclass;
+    relation constant regclass := pgqueue._transport_of(q);
     index regclass;
 begin
-    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
     if relation is null then
         return false;
     end if;
@@ -14211,7 +14130,7 @@ begin
     loop
         execute format('drop index %s', index);
     end loop;
-    execute format('drop sequence %s cascade', seq_register);
+    execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
 end;
@@ -14369,7 +14288,7 @@ begin
     if tg_op = 'INSERT' and new.queue_name is not null then
         select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
         if found then
-            new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+            new.queue_address := coalesce(pgqueue._transport_address(pgqueue._transport_of(q)), new.queue_address);
         end if;
         return new;
     end if;
@@ -14419,12 +14338,13 @@ set search_path = pg_catalog, pg_temp
 set jit = off
 as $$
 declare
-    relation constant text := format('%I.%I', schema_name, table_name);
+    relation text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
     lock table only pgqueue.subscriptions in share update exclusive mode;
     perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
+    relation := format('%I.%I', schema_name, table_name);
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
     -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
     -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
@@ -14693,8 +14613,8 @@ ms before the statement. The times are not compared for equality, as a driver se
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 
-create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
-returns timestamptz
+create function pgqueue._is_idle(q pgqueue.queues, at timestamptz)
+returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -14708,63 +14628,20 @@ begin
         swept_at := at;
         perform setval(q.next_sweep_at, pgqueue._to_micros(at));
     end if;
-    return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
-        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
-end;
-$$;
-comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'Returns when a session last claimed, received or waited for messages of the queue, by its registers, to five seconds.';
-
-create function pgqueue._is_queue_empty(q pgqueue.queues)
-returns boolean
--- Volatile: the tables are locked first and the snapshot is taken second. A stable function has the snapshot of its
--- caller, in which a table that was compacted during the wait for its lock is empty.
-language sql volatile
-as $$
-    select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
+    -- A volatile function locks the tables first and takes the snapshot second. In an older snapshot, a table that was
+    -- compacted since is empty.
+    return not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
-$$;
-comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
-
-create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set lock_timeout = '100 ms'
-set jit = off
-as $$
-begin
-    -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not may_block then
-        return false;
-    end if;
-    -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
-    -- this queue.
-    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
-        return false;
-    end if;
-    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-    if not found or not pgqueue._is_queue_empty(q)
-        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
-    then
-        -- Do not return here: only an error releases the lock before the transaction ends, which may take long.
-        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
-    end if;
-    perform pgqueue._drop_queue(q);
-    return true;
-exception
-    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
-        return false;
+        and pgqueue._add_interval(at, -q.expires_after_idle) >= greatest(
+            q.created_at, q.updated_at, swept_at,
+            least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
+            (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
-comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if may_block is true.';
+comment on function pgqueue._is_idle(pgqueue.queues, timestamptz) is
+'Whether a queue holds no message, and no session has claimed, received or waited in it for its expires_after_idle, by
+its registers, to five seconds.';
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -14772,6 +14649,10 @@ create function pgqueue._drop_idle_queues(
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set lock_timeout = '100 ms'
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -14786,22 +14667,35 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
+            -- Dropping a dedicated table blocks all senders and consumers until this transaction ends.
+            and (may_block or not queues.dedicated)
             and pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
         order by case when may_block then queues.name end, random()
         limit case when not may_block then 100 end
     loop
         exit when dropped >= max_queues;
-        if pgqueue._drop_if_idle(q, at, may_block) then
+        begin
+            -- A queue in use by another transaction stays: do not wait for the lock. It only blocks sessions that use
+            -- this queue.
+            continue when not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name));
+            select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
+            if not found or not pgqueue._is_idle(q, at) then
+                -- Only an error releases the lock before the transaction ends, which may take long.
+                perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
+            end if;
+            perform pgqueue._drop_queue(q);
             dropped := dropped + 1;
             return next q.name;
-        end if;
+        exception when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
+            null;
+        end;
     end loop;
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean, name) is
-'Drops up to max_queues queues of which the caller is an admin and that were not used for their expires_after_idle, and
-returns their names. may_block is passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
+'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
+drops no dedicated queue, and tries at most 100 queues.';
 
 create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
 returns setof text

@@ -2,29 +2,6 @@
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
-create or replace function pgqueue._set_archive_marker(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(queue_name);
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
-    -- exists" and "if not exists" read the catalog again.
-    if archive_for is null then
-        -- Any role with access can make a view that depends on it. It must not keep the sequence.
-        execute format('drop sequence if exists %s cascade', mark);
-    else
-        execute format('create sequence if not exists %s', mark);
-        perform pgqueue._revoke_default_privileges(mark::regclass);
-    end if;
-end;
-$$;
-comment on function pgqueue._set_archive_marker(text, interval) is
-'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
-
 create or replace function pgqueue._confirm_time(at timestamptz)
 returns timestamptz
 language plpgsql volatile
@@ -87,29 +64,6 @@ $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
 
-create or replace function pgqueue._create_day_partition(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    partition constant text := pgqueue._day_partition_name(day);
-begin
-    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition of"
-    -- would take an access exclusive lock on the parent.
-    execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
-    execute format('create index on pgqueue.%I (queue_name, id)', partition);
-    execute format('alter table pgqueue.%I replica identity full', partition);
-    execute format('comment on table pgqueue.%I is %L', partition,
-        format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
-    execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
-        partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
-end;
-$$;
-comment on function pgqueue._create_day_partition(date) is
-'Creates the partition of one day of the archive.';
-
 create or replace function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
@@ -119,6 +73,7 @@ declare
     today constant date := pgqueue._utc_day(at);
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
+    partition text;
 begin
     -- Eight days ahead are enough for a queue that is used only once a week.
     for day in
@@ -129,10 +84,18 @@ begin
         where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
         order by 1
     loop
-        if to_regclass('pgqueue.' || pgqueue._day_partition_name(day)) is null then
-            perform pgqueue._create_day_partition(day);
-            return next day;
-        end if;
+        partition := 'pgqueue.' || pgqueue._day_partition_name(day);
+        continue when to_regclass(partition) is not null;
+        -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition
+        -- of" would take an access exclusive lock on the parent.
+        execute format('create table %s (like pgqueue.archived_messages including all)', partition);
+        execute format('create index on %s (queue_name, id)', partition);
+        execute format('alter table %s replica identity full', partition);
+        execute format('comment on table %s is %L', partition, format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
+        perform pgqueue._revoke_default_privileges(partition::regclass);
+        execute format('alter table only pgqueue.archived_messages attach partition %s for values from (%L) to (%L)',
+            partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
+        return next day;
     end loop;
 end;
 $$;
@@ -183,16 +146,20 @@ create or replace function pgqueue._start_archiving(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 set lock_timeout = '500 ms'
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    mark constant text := pgqueue._archive_marker(q.name);
 begin
-    perform pgqueue._set_archive_marker(q.name, q.archive_for);
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
+    -- exists" reads the catalog again.
+    execute format('create sequence if not exists %s', mark);
+    perform pgqueue._revoke_default_privileges(mark::regclass);
     begin
         -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(at);
+        perform pgqueue._create_missing_days(pgqueue._now());
     exception when lock_not_available then
         -- Another session is creating the days.
         return;
@@ -200,42 +167,27 @@ begin
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating
-them.';
+'Creates the marker of a queue, a sequence whose existence makes acknowledgements archive, and the missing days of the
+archive. Creates no days if another session is creating them.';
 
-create or replace function pgqueue._stop_archiving(q pgqueue.queues)
+create or replace function pgqueue._stop_archiving(queue_name text, archive_for interval)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
 begin
-    perform pgqueue._set_archive_marker(q.name, null);
-    if q.archive_for is not null then
+    -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
+    execute format('drop sequence if exists %s cascade', pgqueue._archive_marker(queue_name));
+    if archive_for is not null then
         insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
         -- A clock that is behind must not shorten the time.
-        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._finish_time(), q.archive_for));
+        values (queue_name, archive_for, pgqueue._add_interval(pgqueue._finish_time(), archive_for));
     end if;
 end;
 $$;
-comment on function pgqueue._stop_archiving(pgqueue.queues) is
+comment on function pgqueue._stop_archiving(text, interval) is
 'Drops the marker of a queue, and records until when its archived messages have to be kept.';
-
-create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.archive_for is not null then
-        perform pgqueue._start_archiving(q);
-    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
-        -- A restore without rows has left it.
-        perform pgqueue._set_archive_marker(q.name, null);
-    end if;
-end;
-$$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Starts archiving for a new queue that has archive_for.';
 
 create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -243,12 +195,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this.
+    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
+    -- without rows leaves markers, too.
     if after.archive_for is distinct from before.archive_for
         or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
     then
         if after.archive_for is null then
-            perform pgqueue._stop_archiving(before);
+            perform pgqueue._stop_archiving(after.name, before.archive_for);
         else
             perform pgqueue._start_archiving(after);
         end if;
@@ -258,10 +211,17 @@ $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
 'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
+create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
+'Starts archiving for a new queue that has archive_for.';
+
 create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(q) $$;
+as $$ select pgqueue._stop_archiving(q.name, q.archive_for) $$;
 comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
 'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
 

@@ -39,7 +39,8 @@ begin
     if cardinality(fields) is distinct from 5 then
         perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
     end if;
-    with parsed as (
+    -- Each step is materialized: otherwise every use of a column would match the part again.
+    with parsed as materialized (
         select
             l.n, l.least_value, l.most_value, p.part, l.names,
             -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
@@ -50,14 +51,14 @@ begin
         ) as l (n, least_value, most_value, names)
         cross join string_to_table(fields[l.n], ',') as p (part)
     ),
-    numbered as (
+    numbered as materialized (
         select
             p.*, coalesce(p.m[4]::int, 1) as step,
             case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
             case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
         from parsed p
     ),
-    ranges as (
+    ranges as materialized (
         select
             u.n, u.least_value, u.most_value, u.part, u.step,
             case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,

@@ -385,17 +385,6 @@ comment on function pgqueue._settled_dedup_key_holder(pgqueue.queues, text, time
 'The message that has a key; null if the key is free. Waits for a transaction that gives the key to another message or
 frees it.';
 
-create or replace function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
-returns bigint
-language sql volatile
-as $$
-    select (pgqueue._read_dedup_keys(
-        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
-    )).taken_ids[1]
-$$;
-comment on function pgqueue._dedup_key_holder(pgqueue.queues, text, timestamptz) is
-'The message that has a key; null if the key is free.';
-
 create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
 language sql volatile

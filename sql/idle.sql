@@ -16,8 +16,8 @@ ms before the statement. The times are not compared for equality, as a driver se
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 
-create or replace function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
-returns timestamptz
+create or replace function pgqueue._is_idle(q pgqueue.queues, at timestamptz)
+returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -31,63 +31,20 @@ begin
         swept_at := at;
         perform setval(q.next_sweep_at, pgqueue._to_micros(at));
     end if;
-    return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
-        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
-end;
-$$;
-comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'Returns when a session last claimed, received or waited for messages of the queue, by its registers, to five seconds.';
-
-create or replace function pgqueue._is_queue_empty(q pgqueue.queues)
-returns boolean
--- Volatile: the tables are locked first and the snapshot is taken second. A stable function has the snapshot of its
--- caller, in which a table that was compacted during the wait for its lock is empty.
-language sql volatile
-as $$
-    select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
+    -- A volatile function locks the tables first and takes the snapshot second. In an older snapshot, a table that was
+    -- compacted since is empty.
+    return not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
-$$;
-comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
-
-create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set lock_timeout = '100 ms'
-set jit = off
-as $$
-begin
-    -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not may_block then
-        return false;
-    end if;
-    -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
-    -- this queue.
-    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
-        return false;
-    end if;
-    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-    if not found or not pgqueue._is_queue_empty(q)
-        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
-    then
-        -- Do not return here: only an error releases the lock before the transaction ends, which may take long.
-        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
-    end if;
-    perform pgqueue._drop_queue(q);
-    return true;
-exception
-    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
-        return false;
+        and pgqueue._add_interval(at, -q.expires_after_idle) >= greatest(
+            q.created_at, q.updated_at, swept_at,
+            least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
+            (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
-comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if may_block is true.';
+comment on function pgqueue._is_idle(pgqueue.queues, timestamptz) is
+'Whether a queue holds no message, and no session has claimed, received or waited in it for its expires_after_idle, by
+its registers, to five seconds.';
 
 create or replace function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -95,6 +52,10 @@ create or replace function pgqueue._drop_idle_queues(
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set lock_timeout = '100 ms'
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -109,22 +70,35 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
+            -- Dropping a dedicated table blocks all senders and consumers until this transaction ends.
+            and (may_block or not queues.dedicated)
             and pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
         order by case when may_block then queues.name end, random()
         limit case when not may_block then 100 end
     loop
         exit when dropped >= max_queues;
-        if pgqueue._drop_if_idle(q, at, may_block) then
+        begin
+            -- A queue in use by another transaction stays: do not wait for the lock. It only blocks sessions that use
+            -- this queue.
+            continue when not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name));
+            select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
+            if not found or not pgqueue._is_idle(q, at) then
+                -- Only an error releases the lock before the transaction ends, which may take long.
+                perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
+            end if;
+            perform pgqueue._drop_queue(q);
             dropped := dropped + 1;
             return next q.name;
-        end if;
+        exception when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
+            null;
+        end;
     end loop;
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean, name) is
-'Drops up to max_queues queues of which the caller is an admin and that were not used for their expires_after_idle, and
-returns their names. may_block is passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
+'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
+drops no dedicated queue, and tries at most 100 queues.';
 
 create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
 returns setof text

@@ -14,7 +14,7 @@ begin
     if tg_op = 'INSERT' and new.queue_name is not null then
         select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
         if found then
-            new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+            new.queue_address := coalesce(pgqueue._transport_address(pgqueue._transport_of(q)), new.queue_address);
         end if;
         return new;
     end if;
@@ -64,12 +64,13 @@ set search_path = pg_catalog, pg_temp
 set jit = off
 as $$
 declare
-    relation constant text := format('%I.%I', schema_name, table_name);
+    relation text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
     lock table only pgqueue.subscriptions in share update exclusive mode;
     perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
+    relation := format('%I.%I', schema_name, table_name);
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
     -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
     -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.

@@ -172,21 +172,6 @@ comment on function pgqueue._lock_schedule(text, name) is
 'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
 queue.';
 
-create or replace function pgqueue._remove_tick_message(s pgqueue.schedules)
-returns void
-language sql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-    -- The update comes first: otherwise the trigger would add the message again.
-    update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
-    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
-$$;
-comment on function pgqueue._remove_tick_message(pgqueue.schedules) is
-'Removes the message of the next tick.';
-
 create or replace function pgqueue._check_schedule(s pgqueue.schedules)
 returns pgqueue.schedules
 language plpgsql volatile
@@ -306,6 +291,8 @@ create or replace function pgqueue.alter_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set jit = off
 as $$
 declare
@@ -325,11 +312,12 @@ begin
     then
         s := pgqueue._check_schedule(s);
     end if;
-    perform pgqueue._remove_tick_message(s);
+    -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c
     set cron = s.cron, payload = s.payload, headers = s.headers, time_zone = s.time_zone, paused = s.paused,
-        catch_up = s.catch_up
+        catch_up = s.catch_up, next_id = null, next_at = null
     where c.name = s.name;
+    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
@@ -346,11 +334,16 @@ create or replace function pgqueue.drop_schedule(name text, caller pgqueue.calle
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set jit = off
 as $$
+declare
+    s pgqueue.schedules;
 begin
-    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
-    delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
+    s := pgqueue._lock_schedule(name, caller);
+    delete from pgqueue.schedules c where c.name = s.name;
+    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
     return true;
 exception when sqlstate 'PQ011' then
     return false;
@@ -407,17 +400,14 @@ Raises PQ001, PQ003, PQ011.';
 
 create or replace function pgqueue._on_queue_dropping_schedules(q pgqueue.queues)
 returns void
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
-declare
-    s pgqueue.schedules;
-begin
-    for s in select schedules.* from pgqueue.schedules where schedules.queue_name = q.name loop
-        perform pgqueue._remove_tick_message(s);
-        delete from pgqueue.schedules c where c.name = s.name;
-    end loop;
-end;
+    with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';

@@ -21,58 +21,43 @@ $$;
 comment on function pgqueue._check_topic(text, text, boolean) is
 'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
-create or replace function pgqueue._matching_patterns(words text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
-    prefixes text[] := '{"",#.}'::text[];
-    word text;
-begin
-    if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
-        return '{}'::text[];
-    end if;
-    -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone and
-    -- followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on the
-    -- matching patterns, not on the number of subscriptions.
-    foreach word in array words loop
-        prefixes := array(
-            select c.prefix
-            from unnest(prefixes) as b
-            cross join lateral (values
-                (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (prefix)
-            where (
-                -- The character after "." is "/": this range contains all patterns with the prefix.
-                select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
-                order by s.topic || '.' limit 1
-            )
-            union
-            select b from unnest(prefixes) as b where '.' || b like '%.#.'
-        );
-        exit when prefixes = '{}'::text[];
-    end loop;
-    return prefixes;
-end;
-$$;
-comment on function pgqueue._matching_patterns(text[]) is
-'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is
-subscribed.';
-
 create or replace function pgqueue._subscribers(topics text[])
 returns text[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    patterns text[] := '{}'::text[];
     topic text;
+    word text;
+    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
+    prefixes text[];
+    patterns text[] := '{}'::text[];
 begin
     foreach topic in array topics loop
-        patterns := patterns || pgqueue._matching_patterns(string_to_array(topic, '.'));
+        exit when not exists (select from pgqueue.subscriptions s where s.is_pattern);
+        prefixes := '{"",#.}'::text[];
+        -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone
+        -- and followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on
+        -- the matching patterns, not on the number of subscriptions.
+        foreach word in array string_to_array(topic, '.') loop
+            prefixes := array(
+                select c.prefix
+                from unnest(prefixes) as b
+                cross join lateral (values
+                    (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
+                ) as c (prefix)
+                where (
+                    -- The character after "." is "/": this range contains all patterns with the prefix.
+                    select true from pgqueue.subscriptions s
+                    where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
+                    order by s.topic || '.' limit 1
+                )
+                union
+                select b from unnest(prefixes) as b where '.' || b like '%.#.'
+            );
+            exit when prefixes = '{}'::text[];
+        end loop;
+        patterns := patterns || prefixes;
     end loop;
     return array(
         select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
@@ -83,8 +68,8 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
-locked.';
+'Returns the names of the queues that are subscribed to any of the topics, directly or by a pattern, each once, in the
+order in which they are locked.';
 
 create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean

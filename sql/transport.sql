@@ -54,24 +54,27 @@ as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._transport_table(pgqueue.queues) is
 'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
-create or replace function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
+create or replace function pgqueue._transport_of(q pgqueue.queues)
+returns regclass
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    relation regclass;
 begin
     -- Look the table up by name, in a statement that locks it: after waiting for expose_transport, the session's
     -- catalog cache and its snapshot can be stale.
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
+    execute format('select t.relation from %s t', pgqueue._transport_table(q)) into relation;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
+    return relation;
 exception when undefined_table then
-    -- The queue is not exposed.
-    null;
+    return null;
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises
+'Returns the current relation of a queue that the caller has locked; null if it is not exposed. Raises
 40001 if it was exposed after the snapshot was taken.';
 
 create or replace function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
@@ -367,11 +370,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    relation regclass;
-    seq_register regclass;
+    relation constant regclass := pgqueue._transport_of(q);
     index regclass;
 begin
-    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
     if relation is null then
         return false;
     end if;
@@ -389,7 +390,7 @@ begin
     loop
         execute format('drop index %s', index);
     end loop;
-    execute format('drop sequence %s cascade', seq_register);
+    execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
 end;

@@ -1,0 +1,550 @@
+-- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
+-- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
+
+create or replace function pgqueue._format_ids(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._format_ids(bigint[]) is
+'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
+
+create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
+        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._with_number(s.replays, 'replay'),
+            case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
+        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
+
+create or replace function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if seq is null or seq < 1 then
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from _check_batch.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_batch(pgqueue.streams, bigint, bigint, uuid) is
+'Raises PQ007 unless the number and the token are those of the open batch, PQ006 for another epoch, and 22023.';
+
+create or replace function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
+returns pgqueue.stream_batch
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
+        s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
+    )::pgqueue.stream_batch
+$$;
+comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
+'Returns the open batch of a stream in the form that the public functions return.';
+
+create or replace function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept bigint[];
+begin
+    with extended as (
+        update pgqueue.messages m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        from pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, s.claim_token)
+        returning m.id
+    )
+    select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
+    if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
+        return '{}'::bigint[];
+    end if;
+    return pgqueue._array_except(s.ids, s.left_out || kept);
+end;
+$$;
+comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
+the message since. Returns the ids of the messages that are lost.';
+
+create or replace function pgqueue._ack_open_batch(s pgqueue.streams)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked int;
+begin
+    if s.on_ack = 'archive'
+        or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
+    then
+        acked := cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+    else
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, s.claim_token);
+        get diagnostics acked = row_count;
+    end if;
+    return pgqueue._count('acknowledged', s.queue_name, acked);
+end;
+$$;
+comment on function pgqueue._ack_open_batch(pgqueue.streams) is
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
+the archive if on_ack of the stream, or else the queue, says so.';
+
+create or replace function pgqueue._after_batch(s pgqueue.streams)
+returns pgqueue.streams
+language sql stable
+as $$
+    select jsonb_populate_record(s, jsonb_build_object(
+        'acked_seq', s.acked_seq + 1, 'acked_token', s.claim_token, 'claim_token', null, 'ids', null, 'left_out', null,
+        'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
+        'begun_epoch', null))
+$$;
+comment on function pgqueue._after_batch(pgqueue.streams) is
+'Returns the stream without an open batch, and with this batch as the last acknowledged one.';
+
+create or replace function pgqueue._save_batch(s pgqueue.streams)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update pgqueue.streams t
+    set epoch = s.epoch, acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
+        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
+        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+end;
+$$;
+comment on function pgqueue._save_batch(pgqueue.streams) is
+'Writes the last acknowledged batch and the open batch of a stream to its row.';
+
+create or replace function pgqueue._claim_batch(
+    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
+)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    token constant uuid := gen_random_uuid();
+    span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
+    -- Each search compares the ids that it finds with those of its portion.
+    portion int := case when max_bytes is null then 10000 else 10 end;
+    wanted int;
+    found_ids bigint[];
+    ids bigint[] := '{}'::bigint[];
+    until timestamptz;
+    first_until timestamptz;
+    portion_bytes bigint;
+    bytes bigint := 0;
+begin
+    loop
+        wanted := least(max_messages - cardinality(ids), portion);
+        exit when wanted = 0;
+        found_ids := (pgqueue._lock_candidates(q.name, wanted, visibility_timeout)).ids;
+        if found_ids <> '{}' then
+            -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
+            until := pgqueue._add_interval(pgqueue._now(), span);
+            with claimed as (
+                update pgqueue.messages m
+                set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
+                    claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
+                from pgqueue._lookup_keys(q.name, found_ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                returning case when max_bytes is not null then coalesce(pg_column_size(m.payload), pg_column_size(m.body)) end as size
+            )
+            select coalesce(sum(c.size), 0) into portion_bytes from claimed c;
+            ids := ids || found_ids;
+            bytes := bytes + portion_bytes;
+            first_until := coalesce(first_until, until);
+        end if;
+        exit when cardinality(found_ids) < wanted or bytes >= max_bytes;
+        if max_bytes is not null then
+            -- As many as fit, if they are as large as those before.
+            portion := greatest(least((max_bytes - bytes) * cardinality(ids) / greatest(bytes, 1), 10000), 1);
+        end if;
+    end loop;
+    if ids <> '{}' then
+        s.claim_token := token;
+        s.ids := pgqueue._array_except(ids, '{}');
+        s.left_out := '{}';
+        s.visibility_timeout := span;
+        s.claimed_at := pgqueue._now();
+        s.claimed_until := first_until;
+        s.replays := 0;
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+'Claims up to max_messages ready messages, or about max_bytes of them, for a stream. Returns the stream with them as its
+open batch, or without an open batch if none were ready.';
+
+create or replace function pgqueue.stream_claim(
+    queue_name pgqueue.queue_of_consumer,
+    stream_name text,
+    epoch bigint,
+    after_seq bigint,
+    after_token uuid,
+    max_messages int default 10000,
+    partitions int default 1,
+    visibility_timeout interval default null,
+    max_bytes bigint default null
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    settles constant boolean := after_seq = s.acked_seq + 1;
+    lost bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if after_seq is null or after_seq < 0 then
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
+    end if;
+    if max_messages is null or max_messages not between 1 and 100000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
+    end if;
+    if partitions is null or partitions not between 1 and 1000 then
+        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if max_bytes < 1 then
+        perform pgqueue._raise_invalid('max_bytes', max_bytes::text, 'an integer from 1, or null for no limit');
+    end if;
+    if q.priorities or coalesce(q.max_in_flight, q.rate_limit) is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
+    end if;
+
+    if settles and after_token = s.claim_token then
+        perform pgqueue._ack_open_batch(s);
+        s := pgqueue._after_batch(s);
+    elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
+        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+    elsif s.claim_token is not null then
+        -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
+        -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
+        s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
+        s.left_out := s.left_out || lost;
+        perform pgqueue._save_batch(s);
+        return next pgqueue._public_batch(s, lost);
+        return;
+    end if;
+
+    s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, max_bytes);
+    if s.claim_token is not null then
+        s.partitions := partitions;
+        return next pgqueue._public_batch(s, '{}');
+    end if;
+    -- An idle stream writes nothing.
+    if settles or s.claim_token is not null then
+        perform pgqueue._save_batch(s);
+    end if;
+end;
+$$;
+comment on function pgqueue.stream_claim(
+    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint
+) is
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
+stored durably, and returns the next batch: the open one, with the same messages, or a new one. Messages of the open
+batch that the stream has lost are left out and returned as lost; if none is left, the batch is empty. A new batch has
+up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is
+returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). It ends
+earlier if its payloads and bodies have about max_bytes bytes, as stored; the default, null, is no limit, and up to 10
+messages are taken of any size. If after_seq and after_token are not those of the stream, the checkpoint was rolled
+back, copied or taken from another stream: this raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create or replace function pgqueue.stream_begin(
+    queue_name pgqueue.queue_of_consumer,
+    stream_name text,
+    epoch bigint,
+    seq bigint,
+    claim_token uuid,
+    max_replays int default 5
+)
+returns pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    lost bigint[];
+begin
+    if max_replays < 0 then
+        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
+    end if;
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
+    -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
+        if lost <> '{}' then
+            perform pgqueue._raise_stream_data_lost(s, lost);
+        end if;
+    end if;
+    -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
+    -- count.
+    if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
+        if s.replays >= max_replays then
+            perform pgqueue._raise_stream_poisoned(s);
+        end if;
+        s.replays := s.replays + 1;
+    end if;
+    s.begun_epoch := epoch;
+    perform pgqueue._save_batch(s);
+    return pgqueue._public_batch(s, '{}');
+end;
+$$;
+comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
+partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
+out and other sessions claimed them, raise PQ008, which names them. A batch that was begun in max_replays + 1 epochs
+(default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one
+raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+
+create or replace function pgqueue.stream_read(
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
+    partition int default null
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
+    s pgqueue.streams;
+    wanted bigint[];
+    n bigint;
+begin
+    -- Without the locks, the tables look empty if a compaction ends between a snapshot and the read.
+    lock table pgqueue.streams, pgqueue.messages in access share mode;
+    perform pgqueue._require_untruncated('{pgqueue.streams,pgqueue.messages}');
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
+    wanted := s.ids;
+    if partition is not null then
+        if partition not between 0 and s.partitions - 1 then
+            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
+        end if;
+        n := cardinality(s.ids);
+        wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
+    end if;
+    if s.left_out <> '{}' then
+        wanted := pgqueue._array_except(wanted, s.left_out);
+    end if;
+    return query
+    select
+        m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        and pgqueue._is_claimed_by(m, s.claim_token);
+    get diagnostics n = row_count;
+    if n < cardinality(wanted) then
+        -- The batch may have been acknowledged or skipped since.
+        perform pgqueue._check_batch(t, stream_read.epoch, seq, stream_read.claim_token) from pgqueue.streams t
+        where t.queue_name = q.name and t.stream_name = s.stream_name;
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                and pgqueue._is_claimed_by(m, s.claim_token))));
+    end if;
+end;
+$$;
+comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
+the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
+and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
+messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007,
+PQ008.';
+
+create or replace function pgqueue.stream_extend(
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, visibility_timeout interval default null
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    lost bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if s.claim_token is null then
+        return;
+    end if;
+    s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
+    perform pgqueue._save_batch(s);
+    return next pgqueue._public_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_extend(pgqueue.queue_of_consumer, text, bigint, interval) is
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
+now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
+Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
+
+create or replace function pgqueue.stream_ack(
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    s pgqueue.streams;
+    acked int;
+begin
+    perform pgqueue._get_locked_queue(queue_name);
+    s := pgqueue._lock_stream(queue_name, stream_name);
+    perform pgqueue._check_epoch(s, epoch);
+    if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
+        return 0;
+    end if;
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
+    acked := pgqueue._ack_open_batch(s);
+    perform pgqueue._save_batch(pgqueue._after_batch(s));
+    return acked;
+end;
+$$;
+comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
+still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
+PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create or replace function pgqueue.stream_skip(
+    queue_name pgqueue.queue_of_consumer_or_admin,
+    stream_name text,
+    seq bigint,
+    ids bigint[] default null,
+    error text default null,
+    epoch bigint default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    wanted bigint[];
+    m pgqueue.messages;
+    skipped int := 0;
+begin
+    perform pgqueue._check_batch(s, coalesce(epoch, s.epoch), seq, coalesce(s.claim_token, gen_random_uuid()));
+    wanted := pgqueue._array_except(s.ids, s.left_out);
+    if stream_skip.ids is not null then
+        wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
+    end if;
+    for m in
+        delete from pgqueue.messages c
+        using pgqueue._lookup_keys(q.name, wanted) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(c, s.claim_token)
+        returning c.*
+    loop
+        perform pgqueue._retry_or_dead_letter(
+            q, m, at, null,
+            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._with_number(s.replays, 'replay'))),
+            null, 'rejected');
+        skipped := skipped + 1;
+    end loop;
+    -- The remaining messages may be replayed max_replays times again. Without an epoch argument the caller is not the
+    -- reader: a new epoch fences the reader, which does not know that the batch has changed.
+    s.left_out := s.left_out || wanted;
+    s.replays := 0;
+    if epoch is null then
+        s.epoch := pgqueue._next_epoch(s.epoch);
+    end if;
+    perform pgqueue._save_batch(s);
+    return skipped;
+end;
+$$;
+comment on function pgqueue.stream_skip(pgqueue.queue_of_consumer_or_admin, text, bigint, bigint[], text, bigint) is
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
+letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
+the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
+over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader:
+restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
+and PQ007 if the batch is not open.';
