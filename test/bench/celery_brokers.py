@@ -116,8 +116,9 @@ class Broker:
                 "pgqueue": "select count(pgqueue.enqueue('celery', body => m.body, headers => m.headers)) from (select"
                 " * from pgqueue.messages where queue_name = 'celery' order by id desc limit 1) m,"
                 " generate_series(1, %(n)s)",
-                "pgmq": "select count(*) from (select * from pgmq.q_celery order by msg_id desc limit 1) m,"
-                " generate_series(1, %(n)s), pgmq.send('celery', m.message, m.headers)",
+                "pgmq": "select count(sent.id) from (select pgmq.send('celery', replace(m.message::text,"
+                " m.message #>> '{properties,delivery_tag}', gen_random_uuid()::text)::jsonb, m.headers) as id"
+                " from (select * from pgmq.q_celery order by msg_id desc limit 1) m, generate_series(1, %(n)s)) sent",
                 "sqlalchemy": "insert into kombu_message (id, visible, timestamp, payload, version, queue_id)"
                 " select nextval('message_id_sequence'), true, timestamp, replace(payload,"
                 " payload::jsonb #>> '{properties,delivery_tag}', gen_random_uuid()::text), version, queue_id"

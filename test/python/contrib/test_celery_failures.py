@@ -202,9 +202,8 @@ def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str,
                 done = client.post("/api/task/apply/celery_tasks.add", json={"args": [20, 3]}).raise_for_status().json()
                 assert (done["state"], done["result"]) == ("SUCCESS", 23)
                 wait_for(lambda: get("/api/tasks").get(done["task-id"], {}).get("state") == "SUCCESS")
-                revoked = client.post("/api/worker/pool/grow/" + running.name, data={"n": 1}).raise_for_status()
-                assert "Growing" in revoked.text
-                assert client.get("/broker").status_code == 200
+                grown = client.post(f"/api/worker/pool/grow/{running.name}", data={"n": 1}).raise_for_status()
+                assert "Growing" in grown.text
         except BaseException:
             print((tmp_path / "flower.log").read_text())
             raise

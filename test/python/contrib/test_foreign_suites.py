@@ -48,9 +48,10 @@ class test_priority(common.BasePriority): pass
 class test_event_loop(common.BaseEventLoop): pass
 class test_failover(common.BaseFailover): pass
 """
-# Tests of Celery that fail with Redis as the broker, too.
+# Tests of Celery that do not pass with Redis as the broker, either.
 FAILURES: dict[str, set[str]] = {
-    "test_canvas.py": set(),
+    # Its message has a property that is an object. Only AMQP drops it; with Redis the test expects to fail.
+    "test_canvas.py": {"test_chord_header_id_duplicated_on_rabbitmq_msg_duplication"},
     "test_inspect.py": set(),
     "test_security.py": set(),
     "test_tasks.py": {"test_trace_log_arguments"},  # they want log records that this pytest does not collect
@@ -95,11 +96,13 @@ def test_celerys_integration_tests_pass_as_with_redis(suites: Path, dsn: str, re
     backend = {"TEST_BACKEND": at, "REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis)}
     outcomes = run(home, dsn, *words, TEST_BROKER=broker_url(dsn), **backend)
     assert "passed" in outcomes.values() or file == "test_security.py"
-    failed = {test for test, outcome in outcomes.items() if outcome == "failed"}
+    # Celery marks these tests as flaky, with five reruns, because they have short time limits.
+    for _ in range(5):
+        if failed := [f"t/integration/{file}::{test}" for test, outcome in outcomes.items() if outcome == "failed"]:
+            outcomes = run(home, dsn, *words[:-1], *failed, TEST_BROKER=broker_url(dsn), **backend)
     assert {test.partition("::")[2].partition("[")[0] for test in failed} == FAILURES[file]
     if failed:
-        names = [f"t/integration/{file}::{test}" for test in sorted(failed)]
-        assert set(run(home, dsn, *words[:-1], *names, TEST_BROKER=at, **backend).values()) == {"failed"}
+        assert "passed" not in run(home, dsn, *words[:-1], *failed, TEST_BROKER=at, **backend).values()
 
 
 def test_the_tests_of_django_tasks_db_pass(suites: Path, dsn: str) -> None:

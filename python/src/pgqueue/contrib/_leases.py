@@ -30,6 +30,7 @@ Action = Literal["ack", "requeue", "reject", "release"]
 _logger = logging.getLogger("pgqueue.contrib")
 _REGISTRATION: Final = timedelta(seconds=60)  # of a wait
 _RETRY_SECONDS: Final = 1.0  # after the connection broke
+_GATHER_SECONDS: Final = 0.01  # what is to be settled within this time is settled together
 
 
 class Lease:
@@ -165,7 +166,8 @@ class Claims:
         extend_at = time.monotonic() + third
         pause = third
         while not self._is_over():
-            self._called.wait(max(0.0, pause))
+            if self._called.wait(max(0.0, pause)):
+                time.sleep(_GATHER_SECONDS)
             self._called.clear()
             try:
                 self.flush()

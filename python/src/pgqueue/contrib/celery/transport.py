@@ -26,6 +26,7 @@ from .options import Options
 __all__ = ["QueueDropped", "Transport"]
 
 _ROUNDS: Final = 10  # before the event loop does something else
+_BETWEEN_CLAIMS: Final = 0.01  # seconds, in which a worker makes room for several messages
 _MISSES: Final = 3  # looks that found messages that could not be taken, before a pause
 
 
@@ -59,7 +60,7 @@ class Transport(virtual.Transport):
         self.created: dict[str, Any] = {}  # when the declared queues were created
         self.next_look_for_abandoned = 0.0
         self._ready: set[str] = set()  # queues that may have a message
-        self._look_at = 0.0
+        self._look_at = self._claim_at = 0.0
         self._names: dict[str, str] = {}  # the consumed queues, by their names in pgqueue
         self._turn = self._misses = 0
         self._is_changed = True
@@ -137,12 +138,15 @@ class Transport(virtual.Transport):
         """
         self._watch()
         is_delivered = False
+        if time.monotonic() < self._claim_at:
+            return False
         for queue, channel, acks in self._in_turn():
             most = channel.capacity(acks)
             if queue not in self._ready or not most:
                 continue
             with _missing_queue():
                 messages = channel.take(queue, most, not acks)
+            self._claim_at = time.monotonic() + _BETWEEN_CLAIMS
             if len(messages) < most:
                 self._ready.discard(queue)
                 self._look_at = 0.0
@@ -173,10 +177,12 @@ class Transport(virtual.Transport):
 
     def _seconds_to_wait(self) -> float:
         """The seconds until a queue is to be looked at. If one has a message, it becomes ready, and this returns 0."""
+        now = time.monotonic()
+        if now < self._claim_at:
+            return self._claim_at - now
         quiet = [name for name, queue in self._names.items() if queue not in self._ready]
         if not quiet:
             return 60.0
-        now = time.monotonic()
         if self._look_at <= now:
             with _missing_queue():
                 seconds = self.waiter.seconds_to_wait(quiet)
