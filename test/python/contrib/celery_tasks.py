@@ -13,9 +13,9 @@ import pgqueue.contrib.celery as pgqueue_celery
 
 assert pgqueue_celery  # its import makes the scheme known
 
-app = Celery("shop", broker=os.environ.get("BROKER_URL"), backend="rpc://")
 settings = ast.literal_eval(os.environ.get("SETTINGS", "{}"))
 is_later = settings.pop("is_later", False)  # a later version of the app has one task more
+app = Celery("shop", broker=os.environ.get("BROKER_URL"), backend=settings.pop("result_backend", "rpc://"))
 app.conf.update(broker_connection_retry_on_startup=True, **settings)
 
 

@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from celeries import Worker, broker_url, shop, worker
 from clients import PATIENCE, wait_for
+from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -172,6 +173,18 @@ def test_two_versions_of_an_app_share_a_queue(
             # A redrive reaches either worker.
             wait_for(lambda: queue.redrive() == 0 and len(later.lines()) == 10)
             assert sorted(later.lines()) == [f"later {number}" for number in range(10)]
+
+
+def test_results_can_be_stored_in_the_database_of_the_broker(
+    database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+) -> None:
+    stored = "db+postgresql+psycopg://{user}@/{dbname}?host={host}".format_map(conninfo_to_dict(database))
+    with (
+        shop(database, task_default_queue=name, result_backend=stored) as app,
+        worker(database, tmp_path, "-P", "solo", task_default_queue=name, result_backend=stored),
+    ):
+        assert app.send_task("celery_tasks.add", (1, 2)).get(timeout=PATIENCE) == 3
+    connection.execute("drop table celery_taskmeta, celery_tasksetmeta")
 
 
 def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str, tmp_path: Path) -> None:
