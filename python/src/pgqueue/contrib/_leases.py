@@ -144,7 +144,7 @@ class Claims:
         """Release what is held and not settled, except what `is_wanted`: that is extended until it is settled."""
         if self._pid != os.getpid():
             return
-        with self._lock:
+        with self._flushing, self._lock:
             idle = {lease for lease in self._held if lease.is_wanted is None} - {order.lease for order in self._orders}
             self._orders += [_Order("release", lease, time.monotonic()) for lease in idle]
             self._is_closing = True
