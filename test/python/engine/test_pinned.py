@@ -126,7 +126,7 @@ def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
 )
 def test_other_calls_read_few_buffers(churned: psycopg.Connection[Any], call: str) -> None:
     churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
-    # doctor searches an index in each partition, for messages of a wrong kind. The removed rows fill thousands of pages.
+    # doctor searches an index in each partition, for messages of a wrong kind. The removed rows fill many pages.
     assert buffers(churned, f"select * from {call}") <= (450 if "findings" in call else 300)
 
 
