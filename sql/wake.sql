@@ -27,11 +27,12 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
-    pages_before constant bigint := pgqueue._pages_read(q);
+    pages_before bigint;
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages();
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
+    pages_before := pgqueue._pages_read(q);
     select
         least(
             (
