@@ -47,9 +47,29 @@ $(OUT)/pgqueue--$(VERSION).sql: $(state) $(behaviour) pgqueue.control Makefile |
 	    cat $(state); $(create_only) $(behaviour); \
 	} > $@
 
+# Builds of 0.1.0 from before its release have the same version, and other tables.
+define not_older
+do $$$$
+begin
+    if not exists (
+        select from pg_catalog.pg_attribute a
+        where a.attrelid = 'pgqueue.queues'::pg_catalog.regclass and a.attname = 'kind' and not a.attisdropped
+    ) then
+        raise exception using
+            errcode = 'feature_not_supported',
+            message = 'this installation was built before the release of pgqueue 0.1.0, and has other tables: it cannot be upgraded',
+            hint = 'Dump its messages by pg_dump --data-only --column-inserts --load-via-partition-root'
+                ' --table "pgqueue.*messages*", drop and install pgqueue, create the queues, load the dump by psql, and'
+                ' run the repairs that pgqueue.doctor names.';
+    end if;
+end;
+$$$$;
+endef
+export not_older
 $(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(behaviour) Makefile | $(OUT)
 	@{ \
 	    printf '%s\n' '\echo Use "alter extension pgqueue update" to load this file. \quit'; \
+	    printenv not_older; \
 	    cat $< $(behaviour); \
 	} > $@
 

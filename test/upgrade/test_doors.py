@@ -494,6 +494,15 @@ def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:
         run_every_verb(connection)
 
 
+def test_an_upgrade_refuses_a_build_from_before_the_release(server: Server, database: str) -> None:
+    install_old(server, database)
+    with server.connect(database) as connection:
+        connection.execute("alter table pgqueue.queues drop column kind")
+    with pytest.raises(psycopg.errors.FeatureNotSupported, match="before the release of pgqueue") as refusal:
+        upgrade(server, database)
+    assert "Dump its messages" in str(refusal.value.diag.message_hint)
+
+
 def test_an_upgrade_grants_new_verbs_to_roles_with_access(server: Server, database: str) -> None:
     install_old(server, database)
     with server.connect(database) as connection:

@@ -132,6 +132,18 @@ def test_an_upgrade_that_fails_or_has_no_path_changes_nothing(empty_database: Ne
         last.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("version", [VERSION, "0.0.9"])
+def test_a_build_from_before_the_release_is_refused_by_name(installed: str, version: str) -> None:
+    with psycopg.connect(installed) as connection:
+        connection.execute("alter table pgqueue.queues drop column kind")
+        connection.execute(as_version(version).encode())
+    said = f"pgqueue: pgqueue {version} in database {database_of(installed)} was built before the release of 0.1.0"
+    done = in_process(installed, "upgrade")
+    assert (done.status, done.err.startswith(said)) == (1, True)
+    assert "hint: Dump its messages" in done.err
+    assert version_in(installed) == version
+
+
 @pytest.mark.parametrize("command", ["install", "upgrade", "uninstall"])
 def test_a_database_without_pgqueue_is_left_as_it_is(empty_database: NewDatabase, command: str) -> None:
     dsn = empty_database()

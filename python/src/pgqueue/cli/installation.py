@@ -27,6 +27,7 @@ class Found(NamedTuple):
     has_schema: bool
     is_ours: bool
     is_extension: bool
+    is_older_build: bool  # built before the release of 0.1.0, with the same version and other tables
     offered: str | None  # the version that `create extension` and `alter extension` of this server install
 
 
@@ -40,6 +41,7 @@ def _database(session: Session, database: str | None) -> Iterator[tuple[psycopg.
         (row,) = connection.execute(
             "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
             " exists (select from pg_extension where extname = 'pgqueue'),"
+            " to_regclass('pgqueue.queues') not in (select attrelid from pg_attribute where attname = 'kind'),"
             " (select default_version from pg_available_extensions where name = 'pgqueue')"
         ).fetchall()
         found = Found(*row)
@@ -85,6 +87,14 @@ def upgrade(session: Session, database: Database = None) -> None:
     with _database(session, database) as (connection, name, found):
         _check_installed(found, name)
         before = Queues(connection).version()
+        if found.is_older_build:
+            raise Failure(
+                f"pgqueue {before} in database {name} was built before the release of 0.1.0, and has other tables: it"
+                " cannot be upgraded",
+                "Dump its messages by pg_dump --data-only --column-inserts --load-via-partition-root --table"
+                ' "pgqueue.*messages*", call pgqueue uninstall and pgqueue install, create the queues, load the dump by'
+                " psql, and run the repairs that pgqueue doctor names.",
+            )
         try:
             if found.is_extension:
                 connection.execute("alter extension pgqueue update")
