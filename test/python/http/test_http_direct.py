@@ -264,19 +264,6 @@ def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> No
     assert '"é": [true, null, 12345678901234567890123]' in answer.text
 
 
-def test_prepared_statements_that_psycopg_deallocates_are_prepared_again(queue: DirectQueue) -> None:
-    """psycopg does so for example after a rollback, as of an empty claim with a key."""
-    for _ in range(8):  # psycopg prepares a statement when it runs it for the sixth time
-        queue.send(1)
-        queue.stats()
-    for _ in range(2):
-        assert queue.post("claim", {"max_messages": 1}, new_name()).status_code == 200
-        assert queue.post("redrive", {}).json() == {"count": 0}
-        queue.post("ack", {"id": 10**15, "claim_token": TOKEN}, new_name())
-        queue.send(1)
-        queue.claim()
-
-
 def test_claimed_by_and_error_are_stored_without_invalid_characters(queue: DirectQueue) -> None:
     queue.send(1)
     (claimed,) = queue.claim(claimed_by="a\0b")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,32 +16,10 @@ from clients import PATIENCE, drop
 from served import ADMIN, SERVICE, Site, in_process, locked, new_name, waiters
 
 if TYPE_CHECKING:
-    from pgqueue.http import create_app, server
-    from pgqueue.http.page import forms as page_forms
-    from pgqueue.http.page import routes as page_routes
+    from pgqueue.http import create_app
     from pgqueue.http.settings import Settings
 
 pytestmark = pytest.mark.long(part="http")
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "raised"),
-    [
-        (1024, 1_000_000, 110_000),
-        (1024, resource.RLIM_INFINITY, 110_000),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
-        (1024, 1500, 1500),
-        (256, 256, None),
-    ],
-)
-def test_the_server_may_open_as_many_files_as_the_system_allows(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
-) -> None:
-    given = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
-    server._open_files()
-    assert given == ([] if raised is None else [(raised, hard)])
 
 
 def test_searches_of_two_users_leave_connections_to_the_database_to_others(site: Site, tmp_path: Path) -> None:
@@ -69,9 +45,6 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
             assert [each.result(PATIENCE) for each in searches] == [200] * 16
 
 
-LONG_LIST = "[" + ", ".join(["[]"] * 60_000) + "]"  # nearly 256 KB
-
-
 @asynccontextmanager
 async def serving_here(site: Site, directory: Path) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, str], Any]]:
     """A client of a server in this process, a queue with a long message, and a connection to its database."""
@@ -89,68 +62,6 @@ async def serving_here(site: Site, directory: Path) -> AsyncIterator[tuple[httpx
         yield client, place, sql
         with psycopg.connect(site.target, autocommit=True) as connection:
             await asyncio.to_thread(drop, connection, name)
-
-
-class Threads:
-    """Functions whose calls are watched: whether each runs in the thread of the event loop."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-        self.calls: list[tuple[str, bool]] = []
-
-    def watch(self, module: Any, name: str) -> None:
-        function = getattr(module, name)
-
-        def watched(*arguments: Any, **more: Any) -> Any:
-            self.calls.append((name, threading.current_thread() is threading.main_thread()))
-            return function(*arguments, **more)
-
-        self._patch.setattr(module, name, watched)
-
-    def taken(self) -> list[tuple[str, bool]]:
-        """The calls since the last look."""
-        calls, self.calls = self.calls, []
-        return calls
-
-
-async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-    threads = Threads(monkeypatch)
-    for module, name in (
-        (page_routes, "pretty_json"),
-        (page_forms, "pretty_json"),
-        (page_forms, "_parsed"),
-    ):
-        threads.watch(module, name)
-    async with serving_here(site, tmp_path) as (client, place, sql):
-        send = "select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[5]))"
-        await sql.execute(send, [place["name"], LONG_LIST])
-        cursor = await sql.execute("select min(id) from pgqueue.messages where queue_name = %s", [place["name"]])
-        ((first,),) = await cursor.fetchall()
-        at = place | {"state": "ready", "id": str(first)}
-        answer = await client.get("/queue", params=place)
-        assert answer.status_code == 200
-        assert answer.text.count("The whole payload") == 5
-        assert threads.taken() == [("pretty_json", False)] * 5
-        answer = await client.get("/queue/message", params=at)
-        assert answer.status_code == 200
-        assert answer.text.count("[]") == 60_000
-        assert threads.taken() == [("pretty_json", False)]
-        answer = await client.get("/queue/send", params=at)
-        assert answer.text.count("[]") == 60_000
-        assert threads.taken() == [("pretty_json", False)]
-        answer = await client.post("/queue/send", params=place, data={"payload": LONG_LIST})
-        assert answer.status_code == 303
-        assert threads.taken() == [("_parsed", False)]
-        # A thread costs more than a short text.
-        await sql.execute("select pgqueue.purge_queue(%s)", [place["name"]])
-        answer = await client.post("/queue/send", params=place, data={"payload": "[1]"})
-        assert answer.status_code == 303
-        answer = await client.get("/queue", params=place)
-        assert answer.text.count('class="letter"') == 1
-        assert {here for _, here in threads.taken()} == {True}
 
 
 async def test_of_many_recorded_failures_the_last_ones_are_shown(

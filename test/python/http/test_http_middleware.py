@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from pgqueue._listener import NotificationListeners
-    from pgqueue.http import User, create_app, protocol, readiness
+    from pgqueue.http import User, create_app, databases, protocol
     from pgqueue.http.calls import Call, Route, Table
     from pgqueue.http.context import Context
     from pgqueue.http.databases import Databases
@@ -54,15 +53,12 @@ def wrap(app: Any, seconds: float) -> Edge:
     async def endpoint(call: Call, send: Send) -> None:
         await app(call.scope, call.receive, send)
 
-    table = Table()
-    table.add([Route("GET", "/healthz", NOTHING, endpoint)])
-    return Edge(context, table, app, error_page)
+    return Edge(context, Table([Route("GET", "/healthz", NOTHING, endpoint)]), app, error_page)
 
 
 async def serve(
     app: Any,
     answers: list[Message],
-    answered: asyncio.Event,
     seconds: float = PATIENCE,
 ) -> None:
     edge = wrap(app, seconds)
@@ -73,8 +69,6 @@ async def serve(
 
     async def send(message: Message) -> None:
         answers.append(message)
-        if message["type"] == "http.response.body":
-            answered.set()
 
     await edge(dict(SCOPE), receive, send)
 
@@ -91,7 +85,7 @@ async def test_an_unexpected_error_is_answered_with_500_and_logged(
         raise RecursionError("secret")
 
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event())
+    await serve(app, answers)
     assert statuses(answers) == [500]
     assert b'"internal_error"' in answers[-1]["body"]
     assert b"secret" not in answers[-1]["body"]
@@ -108,7 +102,7 @@ async def test_a_head_request_runs_as_get_and_has_no_response_body(monkeypatch: 
 
     monkeypatch.setitem(SCOPE, "method", "HEAD")
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event())
+    await serve(app, answers)
     assert (asked, statuses(answers), answers[-1]["body"]) == (["GET"], [200], b"")
 
 
@@ -119,7 +113,7 @@ async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(SCOPE, "headers", [(b"content-length", length)])
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event())
+    await serve(app, answers)
     assert statuses(answers) == [413]
 
 
@@ -132,32 +126,9 @@ async def test_a_request_over_the_time_limit_is_cancelled_and_answered() -> None
         await receive()
 
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event(), 1)
+    await serve(app, answers, 1)
     assert statuses(answers) == [503]
     assert b'"timeout"' in answers[-1]["body"]
-
-
-async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
-    released, answered = asyncio.Event(), asyncio.Event()
-
-    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await receive()
-        except asyncio.CancelledError:
-            await released.wait()
-        await answer(send)  # the client does not get this response
-
-    answers: list[Message] = []
-    began = time.monotonic()
-    serving = asyncio.create_task(serve(app, answers, answered, 1))
-    async with asyncio.timeout(PATIENCE):
-        await answered.wait()
-    assert time.monotonic() - began >= 1
-    assert not serving.done()
-    released.set()
-    await serving
-    assert statuses(answers) == [503]
-    assert len(answers) == 2
 
 
 END = b"0\r\n\r\n"  # of a chunked response
@@ -261,7 +232,7 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         yield Connection()
 
     monkeypatch.setattr(Databases, "control", control)
-    monkeypatch.setattr(readiness, "_SECONDS", 3600.0)
+    monkeypatch.setattr(databases, "_HOLDS_SECONDS", 3600.0)
     transport = httpx.ASGITransport(create_app(SETTINGS, "controller"))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client, asyncio.timeout(PATIENCE):
 
@@ -274,7 +245,7 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         reached.set()
         assert (await asking, asked) == ([200] * 20, 1)
         assert (await ask(1), asked) == ([200], 1)
-        monkeypatch.setattr(readiness, "_SECONDS", 0.0)
+        monkeypatch.setattr(databases, "_HOLDS_SECONDS", 0.0)
         assert (await ask(1), asked) == ([200], 2)
         assert await ask(1) == [503]
 
@@ -325,29 +296,3 @@ async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_lo
         writer.close()
         await ended.wait()
     assert caplog.records == []
-
-
-async def test_pipelined_requests_are_answered_one_after_the_other_in_order() -> None:
-    """Also those that arrive in several parts, with a body between them."""
-    running = 0
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal running
-        running += 1
-        assert running == 1
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message["body"]
-            if not message["more_body"]:
-                break
-        await asyncio.sleep(0)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        running -= 1
-        await send({"type": "http.response.body", "body": b"%s %d;" % (scope["path"].encode(), len(body))})
-
-    sizes = [0, 3, 0, 5000, 200_000, 0, *[0] * 5000, 70_000, 1]
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        for place, size in enumerate(sizes):
-            writer.write(b"POST /%d HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (place, size) + b"x" * size)
-        for place, size in enumerate(sizes):
-            assert b"/%d %d;" % (place, size) in await reader.readuntil(END)

@@ -1,6 +1,5 @@
 """Failures: databases that stop and return, requests that take too long, and servers that are stopped."""
 
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -294,29 +293,6 @@ def test_a_statement_that_waits_too_long_for_a_lock_is_503(site: Site, tmp_path:
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
             assert answer.json()["error"]["code"] in ("timeout", "transaction_conflict")
         web.until(lambda: enqueue(web, name).status_code == 201)
-
-
-@LONG
-def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
-    web: Server, postgres: EmbeddedServer, tmp_path: Path
-) -> None:
-    name = new_name()
-    web.create(name)
-    target, control = (make_conninfo(postgres.tcp_dsn, dbname=each) for each in ("target", "control"))
-    limits = {"request_seconds": 30, "database_seconds": 600}
-    config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits=limits)
-    # In this process the client would receive the answer only when the application has ended.
-    with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
-        with locked(target, "lock table pgqueue.messages in access exclusive mode"):
-            sending = threads.submit(enqueue, other, name)
-            (pid,) = other.until(lambda: waiters(target, "%pgqueue.enqueue(%"))
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                answer = sending.result(PATIENCE)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "timeout")
-        other.until(lambda: enqueue(other, name).status_code == 201)
 
 
 async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site) -> None:

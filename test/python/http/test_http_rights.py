@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import psycopg
@@ -18,27 +17,9 @@ import pytest
 from clients import PATIENCE
 from served import ACCESSES, ADMIN, PROXY, SERVICE, Server, configuration, in_process, needs, new_name, rights
 
-if TYPE_CHECKING:
-    from pgqueue.http import Settings
-
 TASK = "2f1c9d6e-5a37-4c1b-9d0e-8b6f0a7c3e51"  # there is none
 ROOT = Path(__file__).parents[3]
-OLD_NAMES = {
-    "messages": "enqueue",
-    "ack-batch": "ack_batch",
-    "dead-letters": "browse_dead_messages",
-    "purge-dead-letters": "purge_dead_messages",
-}
 LIMITED = tuple(f"the-{access}" for access in ACCESSES)  # users with an access to queues that begin with order-
-
-
-@pytest.fixture
-def settings() -> "Settings":
-    """Settings with a user ann."""
-    from pgqueue.http import Service, Settings, User
-    from pgqueue.http.security.users import hash_password
-
-    return Settings("", {"one": Service("one", "", ("one",))}, {"ann": User(hash_password("x"))})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,15 +32,11 @@ def orders(web: Server) -> None:
 def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
     matrix = dict(re.findall(r"\('(\w+)', '\{([\w,]+)\}'", (ROOT / "sql/grants.sql").read_text()))
     found = needs()
-    verbs = {
-        route: OLD_NAMES.get(verb := route.rpartition("/")[2], verb)
-        for route in found
-        if route.startswith(("GET /v1", "POST /v1"))
-    }
+    verbs = {route: route.rpartition("/")[2] for route in found if route.startswith(("GET /v1", "POST /v1"))}
+    assert len(set(verbs.values()) & set(matrix)) > 20
     for route, verb in verbs.items():
         if verb in matrix:
             assert set(found[route].accesses) == set(matrix[verb].split(",")) & set(ACCESSES), route
-    assert [*verbs.values()].count("purge_dead_messages") == 2
 
 
 def call(web: Server, user: str, route: str, database: str, queue: str) -> httpx.Response:
@@ -420,23 +397,6 @@ def test_a_session_ends_with_its_time_and_with_its_key() -> None:
     again = sessions.find(cookie(sessions.begin(now, "ann")))
     assert again is not None
     assert again.id != found.id
-
-
-async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatch, settings: "Settings") -> None:
-    from pgqueue.http import Limits, User, create_app
-    from pgqueue.http.security import admission as admission_module
-    from pgqueue.http.security.users import hash_password
-
-    monkeypatch.setattr(admission_module, "_WINDOW_SECONDS", 3600)
-    users = {name: User(hash_password("x"), ()) for name in ("ann", "bob")}
-    settings = replace(settings, users=users, limits=Limits(user_requests_per_second=2))
-    transport = httpx.ASGITransport(create_app(settings, "controller"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        seen = [await client.get("/docs", auth=("ann", "x")) for _ in range(3)]
-        assert [each.status_code for each in seen] == [200, 200, 429]
-        assert (seen[2].headers["retry-after"], code(seen[2])) == ("1", "too_many_requests")
-        assert (await client.get("/docs", auth=("bob", "x"))).status_code == 200
-        assert (await client.get("/docs", auth=("ann", "wrong"))).status_code == 401
 
 
 def test_the_address_of_a_client_is_that_which_a_trusted_proxy_reports(web: Server) -> None:

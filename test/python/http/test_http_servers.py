@@ -1,12 +1,9 @@
 """Several servers side by side, and queues that are deleted while clients write."""
 
 import asyncio
-import re
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,43 +155,6 @@ def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site
     with psycopg.connect(site.target) as connection:
         for table in ("queues where name", "messages where queue_name", "scheduled_messages where queue_name"):
             assert connection.execute(f"select from pgqueue.{table} = %s", [name]).fetchall() == []
-
-
-@LONG
-def test_the_memory_for_a_client_that_pipelines_is_bounded(pair: list[Server]) -> None:
-    """The client needs no password for this, and reads no response."""
-    web = pair[0]
-    address = httpx.URL(web.url)
-    sent = 0
-
-    def resident() -> int:
-        status = Path(f"/proc/{web.command.process.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0])
-
-    def refused() -> float:
-        counts = re.findall(r'request_seconds_count{.*status="401".*} (\S+)', web.get("/metrics").text)
-        return sum(map(float, counts))
-
-    def send(connection: socket.socket) -> None:
-        nonlocal sent
-        with suppress(OSError):
-            while True:
-                sent += connection.send(b"GET /x HTTP/1.1\r\n\r\n" * 5000)
-
-    before, refused_before = resident(), refused()
-    with (
-        socket.create_connection((address.host, address.port), PATIENCE) as connection,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        sending = threads.submit(send, connection)
-        try:
-            # The buffers of the operating system take a part of what is sent.
-            web.until(lambda: sent > 20 * 10**6 or refused() > refused_before + 50)
-            grown = resident() - before
-        finally:
-            connection.shutdown(socket.SHUT_RDWR)
-            sending.result(PATIENCE)
-    assert grown < 50_000
 
 
 @LONG

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from psycopg_pool import PoolTimeout
 
     from pgqueue import _listener
-    from pgqueue.http import databases, sampling
+    from pgqueue.http import databases
     from pgqueue.http.databases import Databases
-    from pgqueue.http.sampling import History, Sample, Sampler
+    from pgqueue.http.sampling import Sample, Sampler, extended
     from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
 
@@ -52,11 +52,10 @@ def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: i
 def test_the_throughput_is_the_increase_of_the_totals(
     totals: list[Any], expected: tuple[float | None, float | None]
 ) -> None:
-    history = History(())
+    samples: tuple[Sample, ...] = ()
     for number, each in enumerate(totals):
-        history = history.extended(2.0 * number, stats_of(*each))
-    for sample in (history.last, history.last_over(60)):
-        assert (sample.incoming, sample.outgoing) == expected
+        samples = extended(samples, 2.0 * number, stats_of(*each))
+    assert (samples[-1].incoming, samples[-1].outgoing) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,9 @@ async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql:
     sampler = Sampler(settings, made)
     try:
         assert await sampler.sample(service, sql.info.dbname)
-        history = sampler.history(("one", sql.info.dbname, name))
-        assert history is not None
-        assert history.last.stats.enqueued_total == 1
-        assert list(sampler.last_message_ids) == []
+        (sample,) = sampler.samples(("one", sql.info.dbname, name))
+        assert sample.stats.enqueued_total == 1
+        assert sampler.last_message_ids == {}
     finally:
         await made.close()
         sql.execute("select pgqueue.revoke_access(%s, 'producer')", [role])
@@ -125,26 +123,26 @@ async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
     made = Databases(settings := Settings("", {"one": service}, {}))
     sampler = Sampler(settings, made)
 
-    async def waiting(_: Any) -> None:
+    async def waiting(*_: Any) -> None:
         entered.set()
         await released.wait()
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(sampling, "_last_message_id", waiting)
+            patch.setattr(Sampler, "_sweep", waiting)
             late = asyncio.create_task(sampler.sample(service, sql.info.dbname))
             await entered.wait()
         sql.execute("select pgqueue.create_queue(%s)", [name])
         assert await sampler.sample(service, sql.info.dbname)
         released.set()
         assert await late
-        assert sampler.history(("one", sql.info.dbname, name)) is not None
+        assert sampler.samples(("one", sql.info.dbname, name))
     finally:
         await made.close()
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
-    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    dsn: str, sql: psycopg.Connection[Any]
 ) -> None:
     name = new_name()
     service = Service("one", dsn, (sql.info.dbname,))
@@ -164,8 +162,6 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
     sql.execute("select pgqueue.enqueue(%s, '1')", [name])
     sql.execute("select from pgqueue.claim(%s, visibility_timeout => '1 s')", [name])
     wait_for(lambda: pgqueue.Queue(sql, name).stats().dead_messages == 1)
-    monkeypatch.setattr(sampling, "_SWEEP_SECONDS", 0.0)
-    sampler._sweep_at.clear()
     assert await sampler.sample(service, sql.info.dbname)
     letters = sql.execute("select count(*) from pgqueue.dead_messages where queue_name = %s", [name])
     assert letters.fetchone() == (1,)
@@ -175,7 +171,6 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
         " select %s, '1', 1, 1, now() from generate_series(1, 10001)",
         [name],
     )
-    monkeypatch.setattr(sampling, "_MOST_SWEEPS", 1)
     counted = "select count(*) from pgqueue.dead_messages where queue_name = %s"
     assert await sampler.sample(service, sql.info.dbname)
     (count,) = sql.execute(counted, [name]).fetchone() or (0,)
@@ -217,31 +212,29 @@ async def test_a_listener_unlistens_channels_without_waiters(
     await listeners.close()
 
 
-async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
-    dsn: str, sql: psycopg.Connection[Any]
-) -> None:
+async def test_a_user_leaves_connections_to_other_users(dsn: str, sql: psycopg.Connection[Any]) -> None:
     service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
-    served: list[str] = []
+    made = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=5)))
+    held, released = asyncio.Semaphore(0), asyncio.Event()
 
     async def use(user: str) -> None:
         begin(Caller(user))
         async with made.target(service, sql.info.dbname):
-            served.append(user)
+            held.release()
+            await released.wait()
 
-    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname):
-        requests = [asyncio.create_task(use("many")) for _ in range(20)]
-        await asyncio.sleep(0)  # they wait
-        given_up = asyncio.create_task(use("one"))
+    async with asyncio.timeout(PATIENCE):
+        requests = [asyncio.create_task(use("many")) for _ in range(9)]
+        for _ in range(4):
+            await held.acquire()
         requests.append(asyncio.create_task(use("one")))
-        await asyncio.sleep(0)
-        await end_tasks([given_up])
-    await asyncio.gather(*requests)
-    assert served.index("one") <= 2
-    assert len(served) == 21
-    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname):
-        pass  # no place is lost
-    await made.close()
+        await held.acquire()  # the fifth connection is for another user
+        assert held.locked()
+        await end_tasks(requests[5:6])
+        released.set()
+        await asyncio.gather(*requests, return_exceptions=True)
+        assert not any(each.exception() for each in requests if not each.cancelled())
+        await made.close()
 
 
 async def test_requests_with_large_bodies_run_one_at_a_time(dsn: str, sql: psycopg.Connection[Any]) -> None:

@@ -4,7 +4,8 @@
 """
 
 from .app import create_app
+from .security.users import User
 from .server import listen, serve
-from .settings import Limits, Service, Settings, SettingsError, Tasks, User
+from .settings import Limits, Service, Settings, SettingsError, Tasks
 
 __all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User", "create_app", "listen", "serve"]

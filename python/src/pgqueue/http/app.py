@@ -28,7 +28,7 @@ from .metrics import Metrics
 from .page import actions as page_actions
 from .page import docs as page_docs
 from .page import forms as page_forms
-from .page import inspection as page_inspection
+from .page import health as page_health
 from .page import routes as page_routes
 from .page import schedules as page_schedules
 from .page import session as page_session
@@ -39,8 +39,6 @@ from .security.sessions import Sessions
 from .security.tokens import Tokens
 from .settings import Settings, SettingsError
 
-__all__ = ["Application", "Role", "create_app"]
-
 Role = Literal["all", "controller"]
 _ROOMS = (
     direct_routes,
@@ -48,7 +46,7 @@ _ROOMS = (
     operations,
     page_routes,
     page_forms,
-    page_inspection,
+    page_health,
     page_schedules,
     page_actions,
     page_session,
@@ -63,9 +61,7 @@ class Application(Starlette):
         files = Mount("/static", StaticFiles(packages=[("pgqueue.http.page", "static")]), name="static")
         super().__init__(routes=[files], lifespan=lambda _: _running(context))
         self.state.context = context
-        self.table = Table()
-        for room in _ROOMS:
-            self.table.add(room.ROUTES)
+        self.table = Table(route for room in _ROOMS for route in room.ROUTES)
         self._edge = Edge(context, self.table, self._serve_file, error_page)
 
     @property
@@ -88,11 +84,11 @@ class Application(Starlette):
 
 def create_app(settings: Settings, role: Role = "all") -> Application:
     """Make the application. With the role `controller` it has no agent of its own."""
-    limits, databases = settings.limits, Databases(settings)
+    databases = Databases(settings)
     sampler = Sampler(settings, databases)
     metrics = Metrics(sampler)
-    sessions = Sessions(settings.session_key, limits.session_seconds)
-    admission = Admission(settings.users, Tokens(databases.control), sessions, limits.user_requests_per_second)
+    sessions = Sessions(settings.session_key, settings.limits.session_seconds)
+    admission = Admission(settings.users, Tokens(databases.control), sessions)
     context = Context(settings, databases, metrics, sampler, NotificationListeners(), admission)
     if role == "all":
         context.agent = Agent(settings, databases, metrics)
@@ -102,7 +98,8 @@ def create_app(settings: Settings, role: Role = "all") -> Application:
 @asynccontextmanager
 async def _running(context: Context) -> AsyncIterator[None]:
     sampling = asyncio.create_task(context.sampler.run(), name="pgqueue sampler")
-    working = asyncio.create_task(_run_agent(context), name="pgqueue agent")
+    agent = context.agent
+    working = asyncio.create_task(agent.run(context.stopping), name="pgqueue agent") if agent else None
     try:
         yield
     finally:
@@ -110,15 +107,11 @@ async def _running(context: Context) -> AsyncIterator[None]:
         sampling.cancel()
         with suppress(asyncio.CancelledError):
             await sampling
-        await working
+        if working is not None:
+            await working
         await asyncio.gather(*context.background_tasks)
         await context.listeners.close()
         await context.databases.close()
-
-
-async def _run_agent(context: Context) -> None:
-    if context.agent is not None:
-        await context.agent.run(context.stopping)
 
 
 def __getattr__(name: str) -> Any:

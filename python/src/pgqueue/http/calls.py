@@ -4,8 +4,9 @@ A request passes through the edge, which knows its user, to its route in the tab
 reads the body, and then it calls its function.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import parse_qsl
@@ -19,8 +20,6 @@ from .errors import ApiError, from_http_status
 from .idempotency import Answer, EffectKey, fingerprint
 from .memory import BodyMemory, run_beside
 from .security.rights import Need, current
-
-__all__ = ["Call", "ClientDisconnect", "Endpoint", "Operation", "Route", "Table", "respond"]
 
 T = TypeVar("T")
 
@@ -172,47 +171,29 @@ class Route:
         return f"{self.method} {self.path}"
 
 
-@dataclass(slots=True, eq=False)
 class Table:
-    """Finds the route of a path in a few steps, however many routes there are.
+    """Finds the route of a path. A path without names is preferred to one with names."""
 
-    `_masks` are the places of names in the paths of so many parts.
-    """
-
-    routes: list[Route] = field(default_factory=list)
-    _methods: dict[tuple[str | int, ...], dict[str, Route]] = field(default_factory=dict)
-    _masks: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-
-    def add(self, routes: Iterable[Route]) -> None:
-        """Add routes. Those with fewer names in their paths come first."""
-        for route in routes:
-            self.routes.append(route)
-            parts = route.path.split("/")
-            mask = tuple(place for place, part in enumerate(parts) if part.startswith("{"))
-            masks = self._masks.setdefault(len(parts), [])
-            if mask not in masks:
-                masks.append(mask)
-                masks.sort(key=len)
-            self._methods.setdefault(_masked(parts, mask), {})[route.method] = route
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = sorted(routes, key=lambda route: route.path.count("{"))
+        methods = {route.method for route in self.routes}
+        self._of_method = {each: [route for route in self.routes if route.method == each] for each in methods}
+        self._patterns = {each: _pattern(routes) for each, routes in self._of_method.items()}
 
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         """The route of a request, and the names in its path. Raises `ApiError`: 404 or 405."""
-        parts = path.split("/")
-        is_known = False
-        for mask in self._masks.get(len(parts), ()):
-            methods = self._methods.get(_masked(parts, mask))
-            if methods is None or not all(parts[place] for place in mask):
-                continue
-            route = methods.get(method)
-            if route is not None:
-                names = route.path.split("/")
-                return route, {names[place][1:-1]: parts[place] for place in mask}
-            is_known = True
-        raise from_http_status(405, "Method Not Allowed") if is_known else from_http_status(404, "")
+        found = self._patterns[method].fullmatch(path) if method in self._patterns else None
+        if found is None:
+            is_known = any(pattern.fullmatch(path) for pattern in self._patterns.values())
+            raise from_http_status(405, "Method Not Allowed") if is_known else from_http_status(404, "")
+        route = self._of_method[method][(found.lastindex or 1) - 1]
+        parts = zip(route.path.split("/"), path.split("/"), strict=True)
+        return route, {name[1:-1]: part for name, part in parts if name.startswith("{")}
 
 
-def _masked(parts: list[str], mask: tuple[int, ...]) -> tuple[str | int, ...]:
-    return tuple([place if place in mask else part for place, part in enumerate(parts)])
+def _pattern(routes: Iterable[Route]) -> re.Pattern[str]:
+    """A pattern whose groups are the paths of the routes."""
+    return re.compile("|".join(f"({re.sub('{[a-z_]+}', '[^/]+', route.path)})" for route in routes))
 
 
 async def respond(send: Send, answer: Answer, headers: Mapping[str, str] | None = None) -> None:

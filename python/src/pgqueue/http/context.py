@@ -11,13 +11,10 @@ from .._listener import NotificationListeners
 from .databases import Databases
 from .errors import ApiError, database_not_found, service_not_found
 from .metrics import Metrics
-from .readiness import Readiness
 from .sampling import Sampler
 from .security.admission import Admission
 from .security.rights import current
 from .settings import Service, Settings
-
-__all__ = ["Context", "check_not_reserved", "find_database", "find_service", "is_queue_name"]
 
 logger = logging.getLogger("pgqueue.http")
 
@@ -37,10 +34,6 @@ class Context:
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    readiness: Readiness = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.readiness = Readiness(self.databases)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine that outlives its request. The server waits for its end before it stops."""

@@ -2,36 +2,37 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
 import psycopg
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, AsyncRawCursor
+from psycopg.abc import Buffer
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
+from psycopg.types.datetime import TimestamptzLoader
+from psycopg.types.json import Jsonb
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._connections import complete_conninfo, is_broken, is_proxied, set_up
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
-from .json_text import TimestampLoader
 from .migrations import CONTROL, TARGET, install, migrate
 from .security.rights import current
 from .settings import Limits, Service, Settings
-from .statements import PooledConnection
-from .turns import Gate
-
-__all__ = ["LARGE_BYTES", "Connection", "Databases"]
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
 
 # Of a body: the copies made of it take several times as much memory.
 LARGE_BYTES: Final = 2 * 1024 * 1024
+_COPIED_BYTES: Final = 64 * 1024  # of JSON; a larger one is not copied as a Python text
+_HOLDS_SECONDS: Final = 1.0  # an answer of the control database
 _RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
 _TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
@@ -39,8 +40,13 @@ _MOST_QUEUES: Final = 10_000  # that are known to have large messages
 _MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
-class _Connection(PooledConnection):
-    """A connection that tells its pool whether it could be opened."""
+class _Connection(AsyncConnection[Any]):
+    """A connection that tells its pool whether it could be opened.
+
+    It has a cursor of its own: to make one costs as much as to run a small statement.
+    """
+
+    raw_cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
 
     @classmethod
     async def connect(cls, conninfo: str = "", *, owner: "_Pool", **more: Any) -> "_Connection":  # type: ignore[override]
@@ -54,18 +60,48 @@ class _Connection(PooledConnection):
         return connection
 
 
-class _Pool:
-    """The connections to a database, the gates before them, and why the last attempt to connect failed, if it did.
+async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple[Any, ...]]:
+    """Run a statement with the parameters $1, $2, … that returns rows. Raises `psycopg.Error`."""
+    if isinstance(connection, _Connection):
+        cursor = connection.raw_cursor = connection.raw_cursor or AsyncRawCursor(connection)
+    else:
+        cursor = AsyncRawCursor(connection)
+    await cursor.execute(text, values)
+    return await cursor.fetchall()
 
-    Slow reads pass both gates, so that they leave connections to other requests, whichever users they are of.
+
+def as_json(body: bytes | bytearray) -> str | Jsonb:
+    """JSON of a request as the value of a parameter of type jsonb. PostgreSQL reads its text, with all its digits."""
+    return Jsonb(body, bytes) if len(body) > _COPIED_BYTES else body.decode()
+
+
+class _TimestampLoader(TimestamptzLoader):
+    """Loads `timestamptz`. A value beyond those of Python, such as infinity, becomes the nearest one."""
+
+    def load(self, data: Buffer) -> datetime:
+        """Convert the text of a timestamp."""
+        text = bytes(data)
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
+            return limit.replace(tzinfo=UTC)
+
+
+class _Pool:
+    """The connections to a database, and why the last attempt to connect failed, if it did.
+
+    Each user can have four fifths of the connections. Slow reads of all users together can have half of them.
     """
 
     def __init__(self, place: Place, conninfo: str, limits: Limits) -> None:
         self.place = place
-        self.limits = limits
         self.failure: psycopg.Error | None = None
-        self.gate = Gate(limits.connections)
-        self.slow_gate = Gate(max(1, limits.connections // 2))
+        self.slow = asyncio.Semaphore(max(1, limits.connections // 2))
+        self._limits = limits
+        self._of_user = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(max(1, limits.connections * 4 // 5))
+        )
         self.connections: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
             conninfo,
             connection_class=_Connection,
@@ -82,12 +118,12 @@ class _Pool:
 
     async def _configure(self, connection: Connection) -> None:
         psycopg.types.json.set_json_loads(msgspec.Raw, connection)
-        connection.adapters.register_loader("timestamptz", TimestampLoader)
+        connection.adapters.register_loader("timestamptz", _TimestampLoader)
         isolation = b"set default_transaction_isolation = 'read committed'; "
-        settings = b"; ".join(b"set " + each for each in _settings(self.limits))
+        settings = b"; ".join(b"set " + each for each in _settings(self._limits))
         await connection.wait(set_up(connection, isolation + settings))
 
-    async def take(self) -> _Connection:
+    async def _take(self) -> _Connection:
         """A free connection. Raises the `psycopg.OperationalError` of the last attempt to connect after
         `connect_seconds`, but at once if the database of a service does not exist, or refuses the role. If no attempt
         has failed, raises `PoolTimeout` after `request_seconds`: another client can have delayed the connections.
@@ -100,88 +136,57 @@ class _Pool:
                 return await self.connections.getconn(_RETRY_SECONDS)
             except PoolTimeout as error:
                 failure = self.failure
+                patience = self._limits.request_seconds if failure is None else self._limits.connect_seconds
                 is_final = self.place is not None and failure is not None and connection_sqlstate(failure) is not None
-                if is_final or time.monotonic() >= began + self.patience:
+                if is_final or time.monotonic() >= began + patience:
                     raise (failure or error).with_traceback(None) from None
 
-    @property
-    def patience(self) -> float:
-        """For how many seconds a request waits."""
-        return self.limits.request_seconds if self.failure is None else self.limits.connect_seconds
+    @asynccontextmanager
+    async def lease(self, *turns: asyncio.Semaphore, is_large: bool = False) -> AsyncIterator[_Connection]:
+        """A connection for a block, when it is the turn of the request. Raises the errors of `_take`.
 
-
-class _Lease:
-    """A connection of a pool, for a block. Raises `PoolTimeout`, and the errors of `_Pool.take`.
-
-    Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the block
-    has done is committed also if it raises an exception, as in autocommit mode; but after an error of a statement all
-    is rolled back. So a block that goes on after such an error needs a transaction of its own around the statement.
-    """
-
-    __slots__ = ("_connection", "_gates", "_passed", "_pool", "_user")
-
-    def __init__(self, pool: _Pool, *gates: Gate) -> None:
-        self._pool = pool
-        self._gates = gates
-
-    async def __aenter__(self) -> PooledConnection:
-        self._user = current().name
-        self._passed = 0
-        pool = self._pool
+        Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the
+        block has done is committed also if it raises an exception, as in autocommit mode; but after an error of a
+        statement all is rolled back. So a block that goes on after such an error needs a transaction of its own around
+        the statement.
+        """
+        taken: list[asyncio.Semaphore] = []
         try:
-            for gate in self._gates:
-                if not gate.try_pass(self._user):
-                    await self._wait_at(gate)
-                self._passed += 1
-            if pool.connections.closed:
-                await pool.connections.open()
-            self._connection = await pool.take()
-            if is_proxied(self._connection):
-                try:
-                    await self._connection.execute(_transaction_settings(pool.limits))
-                except BaseException:
-                    await self._return()
-                    raise
-        except BaseException:
-            self._leave()
-            raise
-        return self._connection
-
-    def _leave(self) -> None:
-        for gate in self._gates[: self._passed]:
-            gate.leave(self._user)
-
-    async def _wait_at(self, gate: Gate) -> None:
-        try:
-            async with asyncio.timeout(self._pool.patience):
-                await gate.wait(self._user)
-        except TimeoutError:
-            raise PoolTimeout("too many requests wait for this database") from None
-
-    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
+            for turn in (*turns, self._of_user[current().name]):
+                await turn.acquire()
+                taken.append(turn)
+            if self.connections.closed:
+                await self.connections.open()
+            connection = await self._take()
             try:
-                if is_proxied(self._connection):
-                    await self._end_transaction(error)
+                if not is_proxied(connection):
+                    yield connection
+                    return
+                await connection.execute(_transaction_settings(self._limits))
+                try:
+                    yield connection
+                except BaseException:
+                    await _end_transaction(connection, is_failed=True)
+                    raise
+                await _end_transaction(connection)
             finally:
-                await self._return()
+                if is_large:  # libpq would keep the memory
+                    await connection.close()
+                # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
+                await asyncio.shield(asyncio.create_task(self.connections.putconn(connection)))
         finally:
-            self._leave()
+            for turn in taken:
+                turn.release()
 
-    async def _return(self) -> None:
-        """Return the connection, also if the request is cancelled meanwhile. The pool alone would then lose it."""
-        if self._connection.is_outgrown:
-            await self._connection.close()
-        await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
-    async def _end_transaction(self, error: BaseException | None) -> None:
-        status = self._connection.pgconn.transaction_status
-        if status == TransactionStatus.INTRANS:
-            await self._connection.execute(b"commit")
-        elif status == TransactionStatus.INERROR:
-            await self._connection.execute(b"rollback")
-            if error is None:
-                raise psycopg.errors.InFailedSqlTransaction("a statement failed, and what preceded it is rolled back")
+async def _end_transaction(connection: Connection, is_failed: bool = False) -> None:
+    status = connection.pgconn.transaction_status
+    if status == TransactionStatus.INTRANS:
+        await connection.execute(b"commit")
+    elif status == TransactionStatus.INERROR:
+        await connection.execute(b"rollback")
+        if not is_failed:
+            raise psycopg.errors.InFailedSqlTransaction("a statement failed, and what preceded it is rolled back")
 
 
 class Databases:
@@ -191,8 +196,11 @@ class Databases:
         self._settings = settings
         self._pools: dict[Place, _Pool] = {}
         self._migrated: set[Place] = set()
-        self._large = Gate(1)  # for the memory of one large body at a time
+        self._large = asyncio.Semaphore(1)  # for the memory of one large body at a time
         self._large_queues: set[tuple[str, str, str]] = set()
+        self._asking = asyncio.Lock()
+        self._asked_at = -_HOLDS_SECONDS
+        self._is_reached = False
 
     def service(self, id: str) -> Service:
         """The service with this id. Raises `ApiError` 404."""
@@ -233,10 +241,22 @@ class Databases:
         """Whether one of the queues is known to have large messages."""
         return not self._large_queues.isdisjoint(queues)
 
+    async def reach_control(self) -> bool:
+        """Whether the control database answers, or has answered within the last second: everybody may ask."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= _HOLDS_SECONDS:
+                try:
+                    async with self.control() as connection:
+                        await connection.execute("select 1")
+                    self._is_reached = True
+                except (psycopg.Error, PoolTimeout, OSError):
+                    self._is_reached = False
+                self._asked_at = time.monotonic()
+            return self._is_reached
+
     def control(self, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to the control database in autocommit mode; the tables of the server exist there."""
-        pool = self._pools.get(None) or self._make_pool(None, self.control_conninfo)
-        return self._prepared(pool, self._gates(pool, is_large))
+        return self._prepared(self._pools.get(None) or self._make_pool(None, self.control_conninfo), is_large)
 
     def target(
         self, service: Service, database: str, prepare: bool = False, is_slow: bool = False, is_large: bool = False
@@ -246,30 +266,28 @@ class Databases:
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. A request that may
         take seconds says so by `is_slow`: all such requests together get half of the connections. One that sends or may
         read over `LARGE_BYTES` says so by `is_large`: one of them runs at a time. Raises `ApiError` 404 for a database
-        that the service does not have, and the errors of `_Lease`.
+        that the service does not have, `psycopg.OperationalError` if it cannot be reached, and `PoolTimeout`.
         """
         pool = self._pools.get((service.id, database))
         if pool is None:
             if database not in service.databases:
                 raise database_not_found(database, service.databases)
             pool = self._make_pool((service.id, database), self.conninfo(service, database))
-        gates = self._gates(pool, is_large, is_slow)
-        return self._prepared(pool, gates) if prepare else _Lease(pool, *gates)
-
-    def _gates(self, pool: _Pool, is_large: bool, is_slow: bool = False) -> list[Gate]:
-        chosen = ((is_large, self._large), (is_slow, pool.slow_gate), (True, pool.gate))
-        return [gate for is_needed, gate in chosen if is_needed]
+        if prepare:
+            return self._prepared(pool, is_large)
+        turns = [turn for is_needed, turn in ((is_large, self._large), (is_slow, pool.slow)) if is_needed]
+        return pool.lease(*turns, is_large=is_large)
 
     @asynccontextmanager
-    async def _prepared(self, pool: _Pool, gates: list[Gate]) -> AsyncIterator[Connection]:
+    async def _prepared(self, pool: _Pool, is_large: bool) -> AsyncIterator[Connection]:
         if pool.place not in self._migrated:
-            async with _Lease(pool, pool.gate) as connection:
+            async with pool.lease() as connection:
                 await install(connection)
                 await migrate(connection, TARGET if pool.place else CONTROL)
                 if pool.place is None:
                     await self._create_task_queue(connection)
             self._migrated.add(pool.place)
-        async with _Lease(pool, *gates) as connection:
+        async with pool.lease(*([self._large] if is_large else []), is_large=is_large) as connection:
             try:
                 yield connection
             except psycopg.Error as error:

@@ -1,5 +1,6 @@
 """Bodies and parameters of requests as structs: msgspec parses and checks them in one pass. Errors name the field."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -10,17 +11,16 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from .errors import ApiError, shorten
-from .json_text import DEPTH_LIMIT, has_exponent, nesting_error, read_json
-
-__all__ = ["VALUES_LIMIT", "Violation", "check_shape", "check_text", "convert", "decode"]
 
 T = TypeVar("T")
 
+DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 _LARGEST_EXPLAINED: Final = 2 * 1024 * 1024  # bytes of a body; the error of a larger one does not repeat the value
 _WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
 DIGITS_LIMIT: Final = 32 * 1024 * 1024  # of the numbers of a body that have an exponent, as PostgreSQL writes them
 _FEW: Final = 1024  # bytes of a body, in which the numbers that PostgreSQL can store have fewer digits
+_SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent becomes 0e
 _EXPONENT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[eE][+-]?([0-9]+)', re.DOTALL)  # or a string
 _GZIP: Final = b"\x1f\x8b"
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
@@ -64,7 +64,10 @@ def decode(model: type[T], body: bytes | bytearray) -> T:
             found = error
     value = None
     if len(body) <= _LARGEST_EXPLAINED:
-        value = read_json(bytes(body).decode())
+        try:
+            value = _read(body)
+        except ValueError:
+            raise _malformed(body) from None
     raise _explanation(found, model, value) from None
 
 
@@ -92,7 +95,21 @@ def _whole(text: str) -> int | msgspec.Raw:
     return int(exact) if exact.adjusted() < 30 and exact == exact.to_integral_value() else msgspec.Raw(text.encode())
 
 
+def _number(text: str) -> float | str:
+    return float(text) if repr(float(text)) == text else text
+
+
 _WHOLE: Final = msgspec.json.Decoder(float_hook=_whole)
+
+
+def _read(body: bytes | bytearray) -> Any:
+    """Parse JSON; a number that Python would change stays a text. Raises `ValueError` and `RecursionError`."""
+    return json.loads(
+        body.decode(),
+        parse_constant=_refuse_constant,
+        parse_float=_number,
+        parse_int=lambda text: int(text) if len(text) < 1000 else text,
+    )
 
 
 def check_text(body: bytes | bytearray) -> None:
@@ -109,7 +126,7 @@ def check_text(body: bytes | bytearray) -> None:
 
 def check_shape(body: bytes | bytearray) -> None:
     """Raise `ApiError` for JSON with too many values or digits, or too deep ones, before it is parsed."""
-    if len(body) > _FEW and has_exponent(body):
+    if len(body) > _FEW and b"0e" in body.translate(_SHAPES):
         digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
         if digits > DIGITS_LIMIT:
             raise _too_many(f"{DIGITS_LIMIT} digits")
@@ -135,7 +152,7 @@ def check_shape(body: bytes | bytearray) -> None:
             steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
             *_, depth = deepest = list(accumulate(steps, initial=depth))
             if max(deepest) > DEPTH_LIMIT:
-                raise nesting_error()
+                raise _nesting_error()
         else:
             depth += opened - outside.count("]") - outside.count("}")
 
@@ -145,16 +162,27 @@ def _too_many(most: str) -> ApiError:
     return ApiError(413, "body_too_large", message, "body", f"over {most}", most)
 
 
+def _nesting_error() -> ApiError:
+    message = f"body is nested too deeply: over the limit of {DEPTH_LIMIT} levels"
+    return ApiError(400, "malformed_json", message, "body", f"over {DEPTH_LIMIT} levels", f"{DEPTH_LIMIT} levels")
+
+
 def _malformed(body: bytes | bytearray) -> ApiError:
     """The error for a body that msgspec cannot parse; Python's parser says more about it."""
     try:
-        value = read_json(bytes(body).decode())
-    except ApiError as error:
-        return error
+        value = _read(body)
+    except ValueError as error:
+        return ApiError(400, "malformed_json", f"the body is not JSON: {error}", "body")
+    except RecursionError:
+        return _nesting_error()
     path = next(_half_characters(value, ()), ())  # Python's parser accepts half of a surrogate pair
     ends = [place + 1 for place, step in enumerate(path) if step in _FREE]
     field, limit = _field(path[: ends[0]] if ends else path) or "body", "a string of Unicode characters"
     return ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, _at(value, path), limit)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _half_characters(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:

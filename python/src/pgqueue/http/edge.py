@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import psycopg
@@ -18,13 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .calls import Call, ClientDisconnect, Route, Table, respond
 from .context import Context
 from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
-from .errors import ApiError, error_body, from_database_error, from_http_status
+from .errors import ApiError, error_body, from_database_error, from_http_status, overloaded
 from .idempotency import Answer
 from .memory import PART_BYTES, BodyMemory
 from .security.audit import Audit
 from .security.rights import begin, current, require
-
-__all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "Edge"]
 
 logger = logging.getLogger("pgqueue.http")
 
@@ -32,9 +30,6 @@ logger = logging.getLogger("pgqueue.http")
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
 LOGIN_BODY_LIMIT: Final = 8 * 1024  # bytes: everybody may send it, and it is parsed at once
-# A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
-_GRACE_SECONDS: Final = 1.0
-_PART_SECONDS: Final = 30.0  # for a client to read a part of a large response
 _STATIC: Final = "/static/"
 _SMALL: Final = 16 * 1024  # bytes of a body that is not counted: the number of requests bounds them
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
@@ -68,33 +63,25 @@ class Edge:
         self._running: Counter[str] = Counter()  # requests, by user
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. The time limit holds even if the route ignores its cancellation."""
+        """Serve a request within its time, to which the sending of its response belongs."""
         begin(None)  # a request that follows another on its connection has inherited the caller of that one
         began = time.perf_counter()
         # The route sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its method.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         memory = inner["body_memory"] = BodyMemory(self._held)
         response = _ResponseSender(send, inner is scope, memory)
-        limit = response.time_limit = _TimeLimit(self._seconds, lambda: response.fail(self._timeout()))
         try:
-            await self._serve(inner, receive, response)
-        except asyncio.CancelledError:
-            if not limit.has_expired():
-                raise
-            await response.fail(self._timeout())
+            async with asyncio.timeout(self._seconds):
+                await self._serve(inner, receive, response)
+        except TimeoutError:
+            limit = f"{self._seconds:g} s"
+            message = f"the request took longer than {limit}"
+            await response.fail(ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"}))
         finally:
-            limit.end()
             memory.release()
             status = response.status or 500
             self._audit.note(inner, status)
             self._context.metrics.request(scope["method"], inner.get("route"), status, time.perf_counter() - began)
-            if limit.late is not None:
-                await limit.late
-
-    def _timeout(self) -> ApiError:
-        limit = f"{self._seconds:g} s"
-        message = f"the request took longer than {limit}"
-        return ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"})
 
     async def _serve(self, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
         user: str | None = None
@@ -121,16 +108,13 @@ class Edge:
         finally:
             if user is not None:
                 self._running[user] -= 1
-                if not self._running[user]:
-                    del self._running[user]
 
     def _enter(self) -> str:
         """Count a request of the user. Raises `ApiError` 503 if the user, or all, have too many."""
         user = current().name
         most = self._most * 4 // 5
         if self._running.total() >= self._most or self._running[user] >= most:
-            message = "too many requests run: try again"
-            raise ApiError(503, "overloaded", message, limit=f"{most} of a user", headers={"Retry-After": "1"})
+            raise overloaded("too many requests run: try again", limit=f"{most} of a user")
         self._running[user] += 1
         return user
 
@@ -152,42 +136,8 @@ class Edge:
             await response.fail(answer)
 
 
-class _TimeLimit:
-    """Cancels the task of a request after some seconds, and answers if the task ignores that."""
-
-    def __init__(self, seconds: float, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._task = asyncio.current_task()
-        self._answer = answer
-        self._is_expired = False
-        self.late: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def begin(self, seconds: float) -> None:
-        """Begin again, unless the time is over."""
-        if not self._is_expired:
-            self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def end(self) -> None:
-        """Do not cancel the task any more."""
-        self._timer.cancel()
-
-    def has_expired(self) -> bool:
-        """Whether it has cancelled the task, and nobody else has."""
-        return self._is_expired and self._task is not None and self._task.uncancel() == 0
-
-    def _expire(self) -> None:
-        self._is_expired = True
-        if self._task is not None:
-            self._task.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._answer_late)
-
-    def _answer_late(self) -> None:
-        self.late = asyncio.get_running_loop().create_task(self._answer())
-
-
 class _ResponseSender:
-    """Sends the response that starts first, and adds the security headers to it.
+    """Sends the response of a route, or an error in its place, with the security headers.
 
     A large response is sent in parts, each when the client has read most of the previous ones: its memory is counted
     meanwhile.
@@ -197,22 +147,15 @@ class _ResponseSender:
         self._send = send
         self._with_body = with_body
         self._memory = memory
-        self._is_over = False
         self.status = 0
-        self.time_limit: _TimeLimit | None = None
-
-    async def send(self, message: Message) -> None:
-        """Send a part of the route's response. Drop it if another response was sent instead."""
-        if not self._is_over:
-            await self._send_message(message)
 
     async def fail(self, error: ApiError) -> None:
         """Send an error in place of the route's response, unless that has started."""
         if not self.status:
-            self._is_over = True
-            await respond(self._send_message, Answer(error.status, error_body(error)), error.headers)
+            await respond(self.send, Answer(error.status, error_body(error)), error.headers)
 
-    async def _send_message(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
+        """Send a part of the response."""
         if message["type"] == "http.response.start":
             given = [*message.get("headers", ())]
             if self._with_body:
@@ -224,26 +167,20 @@ class _ResponseSender:
             message = {**message, "body": b""}
         elif len(body := message.get("body", b"")) > PART_BYTES:
             for at in range(0, len(body) - PART_BYTES, PART_BYTES):
-                self._extend()
                 await self._send({**message, "body": body[at : at + PART_BYTES], "more_body": True})
             message = {**message, "body": body[-(len(body) % PART_BYTES or PART_BYTES) :]}
         await self._send(message)
 
-    def _extend(self) -> None:
-        """Give the client time to read the next part."""
-        if self.time_limit is not None:
-            self.time_limit.begin(_PART_SECONDS)
-
 
 def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-    """Raise `ApiError` for a request of another site, and for a body that is announced as too large."""
+    """Raise `ApiError` for a request of another site, and for a body that is too large or compressed."""
     if scope["method"] not in _SAFE_METHODS:
         _refuse_other_sites(headers)
     length, limit = headers.get(b"content-length", b"0"), _body_limit(scope["path"])
     if not length.isdigit() or len(length) > 18 or int(length) > limit:
         raise _too_large(length.decode("latin-1"), limit)
-    if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
-        encoding = headers[b"content-encoding"].decode("latin-1")
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding.lower() != "identity":
         message = "the body has a Content-Encoding: send it without compression"
         raise ApiError(415, "unsupported_encoding", message, "Content-Encoding", encoding, "no compression")
 
@@ -281,11 +218,10 @@ def _too_large(size: Any, limit: int) -> ApiError:
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     """Refuse a request that a page of another site made the browser send: it carries the user's password."""
-    site = headers.get(b"sec-fetch-site")
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         is_same_site = site in (b"same-origin", b"none")
     else:
-        origin = headers.get(b"origin")
         is_same_site = origin is None or origin.partition(b"://")[2] == headers.get(b"host")
     if not is_same_site:
         raise ApiError(403, "cross_site", "a request that changes data must not come from another site")

@@ -9,21 +9,8 @@ from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
 from ..errors import PayloadTooLarge
-from .databases import LARGE_BYTES
+from .databases import LARGE_BYTES, as_json, fetch
 from .errors import ApiError, from_database_error, shorten
-from .json_text import has_exponent
-from .statements import as_json, fetch, note_size
-
-__all__ = [
-    "BATCH_LIMIT",
-    "PAYLOAD_LIMIT",
-    "MessageIds",
-    "are_large",
-    "check_sizes",
-    "enqueue_messages",
-    "naming",
-    "publish_message",
-]
 
 PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
 BATCH_LIMIT: Final = 100  # messages
@@ -101,7 +88,6 @@ async def enqueue_messages(
 
     Plain messages have a payload, headers and a delay only.
     """
-    note_size(connection, len(request))
     statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
@@ -116,8 +102,6 @@ async def check_sizes(connection: AsyncConnection[Any], request: bytes | bytearr
     """Raise `ApiError` 413 for a payload over 256 KB, in the form in which PostgreSQL writes it. An agent could report
     it only later.
     """
-    if len(request) <= PAYLOAD_LIMIT // 2 and not has_exponent(request):  # PostgreSQL writes , and : with a space
-        return
     for place, size in await fetch(connection, _TOO_LARGE, as_json(request), PAYLOAD_LIMIT):
         message = f"messages[{place}].payload of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
         field, limit = f"messages[{place}].payload", f"{PAYLOAD_LIMIT} bytes"

@@ -19,20 +19,6 @@ from ..errors import (
     is_trouble,
 )
 
-__all__ = [
-    "ApiError",
-    "connection_failure",
-    "connection_sqlstate",
-    "database_not_found",
-    "error_body",
-    "from_database_error",
-    "from_http_status",
-    "is_temporary",
-    "queue_not_found",
-    "service_not_found",
-    "shorten",
-]
-
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
 _CODES: Final = {
     400: "bad_request",
@@ -113,6 +99,11 @@ def error_body(error: ApiError) -> bytes:
     fields = ("code", "message", "field", "value", "limit")
     # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
     return json.dumps({"error": {name: getattr(error, name) for name in fields}}).encode()
+
+
+def overloaded(message: str, field: str | None = None, value: object = None, limit: str | None = None) -> ApiError:
+    """The error for a request for which the server has no room at the moment."""
+    return ApiError(503, "overloaded", message, field, value, limit, {"Retry-After": "1"})
 
 
 def service_not_found(id: str) -> ApiError:

@@ -7,10 +7,8 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import AsyncConnection
 
+from .databases import fetch
 from .errors import ApiError
-from .statements import fetch, note_size
-
-__all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
 
 _BEGIN: Final = (
     b"insert into pgqueue_http.effects (scope, key, fingerprint) values ($1, $2, $3) on conflict do nothing returning 1"
@@ -71,7 +69,6 @@ async def run_once(
                 message = "this Idempotency-Key was used for another request"
                 limit = "one key for each request"
                 raise ApiError(422, "idempotency_key_reused", message, "Idempotency-Key", key.key, limit)
-            note_size(connection, len(stored))
             return Answer(status, stored.encode(), True)
         answer = await effect()
         await fetch(connection, _END, key.scope, key.key, answer.status, answer.json.decode())

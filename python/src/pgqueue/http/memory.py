@@ -1,4 +1,4 @@
-"""The memory of the bodies of all requests, and the threads that work on large ones. Users share both fairly."""
+"""The memory of the bodies of all requests, and the threads that work on large ones."""
 
 import asyncio
 from collections import Counter
@@ -8,18 +8,13 @@ from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
-from .errors import ApiError
+from .errors import overloaded
 from .security.rights import current
-from .turns import Gate
-
-__all__ = ["BODIES_LIMIT", "PART_BYTES", "BodyMemory", "run_beside", "run_in_thread"]
 
 BODIES_LIMIT: Final = 64 * 1024 * 1024  # bytes of memory for the bodies of all requests
 PART_BYTES: Final = 64 * 1024  # of a response; a larger one counts
 _LARGE: Final = 16 * 1024  # bytes or characters; a thread costs more than it saves below
-_MOST_THREADS: Final = 2
-_THREADS: Final = ThreadPoolExecutor(_MOST_THREADS, "pgqueue-body")
-_GATE: Final = Gate(_MOST_THREADS)
+_THREADS: Final = ThreadPoolExecutor(2, "pgqueue-body")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -48,8 +43,7 @@ class BodyMemory:
         limit = (BODIES_LIMIT - self._held.total() + held) * 4 // 5
         if held + size > limit:
             message = f"the bodies of requests of a user take more memory than the limit of {limit} bytes: try again"
-            text = f"{limit} bytes for requests of a user"
-            raise ApiError(503, "overloaded", message, "body", f"{held + size} bytes", text, {"Retry-After": "1"})
+            raise overloaded(message, "body", f"{held + size} bytes", f"{limit} bytes for requests of a user")
         self._held[self._user] += size
         self._taken += size
 
@@ -69,24 +63,8 @@ class BodyMemory:
 async def run_beside(
     size: int, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
 ) -> _Result:
-    """Call a function that works on so many bytes or characters: in a thread if they are many, else directly."""
+    """Call a function that works on so many bytes or characters: in one of two threads if they are many."""
     if size <= _LARGE:
         return function(*arguments, **more)
-    return await run_in_thread(function, *arguments, **more)
-
-
-async def run_in_thread(
-    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
-) -> _Result:
-    """Call a function in a thread. A user has one of the threads at a time."""
-    user = current().name
-    if not _GATE.try_pass(user):
-        await _GATE.wait(user)
-    work = asyncio.get_running_loop().run_in_executor(
-        _THREADS, partial(copy_context().run, function, *arguments, **more)
-    )
-    work.add_done_callback(lambda _: _GATE.leave(user))  # also after the request was cancelled: the thread goes on
-    try:
-        return await asyncio.shield(work)
-    finally:
-        del work  # Its exception refers to this frame: together they would keep the body until garbage is collected.
+    call = partial(copy_context().run, function, *arguments, **more)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

@@ -11,8 +11,6 @@ from prometheus_client.registry import Collector
 
 from .sampling import Sampler
 
-__all__ = ["Metrics"]
-
 _KEEP_SECONDS: Final = 600.0  # keep the counters of a dropped queue so long, so that their last values are scraped
 _QUEUE: Final = ("service", "database", "queue")
 # Of each queue: the kind, the name, where the value is in its last sample, and the text. It is missing where unknown.
@@ -44,7 +42,7 @@ class _QueueCollector(Collector):
         self._sampler = sampler
 
     def collect(self) -> Any:
-        samples = [(place, history.last) for place, history in self._sampler.histories()]
+        samples = [(place, samples[-1]) for place, samples in self._sampler.all_samples()]
         for kind, name, path, text in _FAMILIES:
             family = kind(f"pgqueue_{name}", text, labels=_QUEUE)
             for place, sample in samples:
@@ -56,7 +54,7 @@ class _QueueCollector(Collector):
             "Message ids given out in a database: messages sent to all its queues, rolled back ones included.",
             labels=_QUEUE[:2],
         )
-        for database, mark in self._sampler.last_message_ids:
+        for database, mark in sorted(self._sampler.last_message_ids.items()):
             ids.add_metric(database, mark)
         yield ids
 
@@ -102,7 +100,7 @@ class Metrics:
 
     def _remove_gone_queues(self) -> None:
         """Remove the counters of dropped queues: otherwise their number would grow without limit."""
-        there = {place for place, _ in self._sampler.histories()}
+        there = {place for place, _ in self._sampler.all_samples()}
         for labels, (_, at) in list(self._message_counters.items()):
             if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
                 del self._message_counters[labels]

@@ -7,11 +7,9 @@ from psycopg import AsyncConnection
 
 from .._files import install_script
 
-__all__ = ["CONTROL", "TARGET", "install", "migrate"]
-
 # Only add steps. A step that was released has run in databases, and must not be edited.
 TARGET = ("effects.sql", "provisioned.sql")
-CONTROL = ("effects.sql", "registry.sql", "depth_history.sql", "tokens.sql", "audit.sql")
+CONTROL = ("effects.sql", "registry.sql", "tokens.sql", "audit.sql")
 
 
 async def install(connection: AsyncConnection[Any]) -> None:

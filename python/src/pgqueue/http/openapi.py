@@ -9,8 +9,6 @@ from msgspec import Struct
 from .. import __version__
 from .calls import Operation, Route
 
-__all__ = ["ErrorBody", "document"]
-
 _DESCRIPTION: Final = """Queues in PostgreSQL, managed and used over HTTP.
 
 Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The

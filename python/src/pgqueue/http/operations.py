@@ -8,19 +8,10 @@ from .calls import Call, Operation, Route
 from .errors import ApiError
 from .security.rights import NOTHING, Need
 
-__all__ = ["ROUTES", "send_text"]
-
-
-async def send_text(send: Send, text: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-    """Send a response of another type than JSON."""
-    headers = [(b"content-length", b"%d" % len(text)), (b"content-type", kind.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
-
 
 async def _healthz(_call: Call, send: Send) -> None:
     """Whether the process answers. It asks no database and needs no password."""
-    await send_text(send, b"ok\n")
+    await _send_text(send, b"ok\n")
 
 
 async def _readyz(call: Call, send: Send) -> None:
@@ -31,16 +22,22 @@ async def _readyz(call: Call, send: Send) -> None:
     context = call.context
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is stopping")
-    if not await context.readiness.reaches_control_database():
+    if not await context.databases.reach_control():
         raise ApiError(503, "database_unavailable", "the control database does not answer")
     if context.agent is not None and not context.agent.is_running:
         raise ApiError(503, "agent_unavailable", "the agent is not running")
-    await send_text(send, b"ok\n")
+    await _send_text(send, b"ok\n")
 
 
 async def _metrics(call: Call, send: Send) -> None:
     """Metrics for Prometheus. The depths are those of the last sample, so a scrape costs the databases nothing."""
-    await send_text(send, call.context.metrics.exposition(), "text/plain; version=0.0.4; charset=utf-8")
+    await _send_text(send, call.context.metrics.exposition(), b"text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _send_text(send: Send, text: bytes, kind: bytes = b"text/plain; charset=utf-8") -> None:
+    headers = [(b"content-length", b"%d" % len(text)), (b"content-type", kind)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
 
 
 def _route(path: str, need: Need, endpoint: object, errors: tuple[int, ...]) -> Route:

@@ -9,8 +9,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import ApiError, error_body
 
-__all__ = ["HEADERS_LIMIT", "BoundedProtocol"]
-
 HEADERS_LIMIT: Final = 64 * 1024  # bytes; what is read together with them does not count, which is up to 256 KB
 
 

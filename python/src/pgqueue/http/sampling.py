@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import psycopg
@@ -17,21 +16,21 @@ from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueStats
 from .databases import Connection, Databases
-from .depth_history import record
 from .settings import Service, Settings
-
-__all__ = ["History", "Place", "Sample", "Sampler"]
 
 logger = logging.getLogger("pgqueue.http")
 
 _MAX_SAMPLES: Final = 90  # of each queue
 _RATE_SAMPLES: Final = 5  # over which rates are computed
-_RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
-_MOST_SWEEPS: Final = 20  # of a queue in one sample
-_SWEEP_SECONDS: Final = 60.0  # between two sweeps of a queue whose dead letters do not grow in number
+_SWEEP_SECONDS: Final = 60.0  # between two sweeps of a queue whose dead letters keep their number
+_LAST_ID: Final = (
+    "select case when has_sequence_privilege('pgqueue.message_id', 'usage, select')"
+    " then pg_sequence_last_value('pgqueue.message_id') end"
+)
 
 Place = tuple[str, str, str]  # service, database, queue
+Samples = tuple["Sample", ...]  # of a queue, the oldest first
 
 
 class Sample(NamedTuple):
@@ -86,62 +85,41 @@ class Sample(NamedTuple):
         return rated._replace(incoming=sent / seconds, outgoing=acknowledged / seconds if is_known else None)
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """The last samples of a queue, the oldest first."""
-
-    samples: tuple[Sample, ...]
-
-    @property
-    def last(self) -> Sample:
-        """The newest sample, with the rates over the last few."""
-        return self.samples[-1]
-
-    def last_over(self, seconds: float) -> Sample:
-        """The newest sample with the rates over the last `seconds`, as far as the samples reach back."""
-        return self.last.since(next(each for each in self.samples if each.at >= self.last.at - seconds))
-
-    def extended(self, at: float, stats: QueueStats) -> "History":
-        """The history with a further sample."""
-        sample = Sample(at, stats)
-        sample = sample.since((*self.samples, sample)[-1 - _RATE_SAMPLES :][0])
-        return History((*self.samples[1 - _MAX_SAMPLES :], sample))
+def extended(samples: Samples, at: float, stats: QueueStats) -> Samples:
+    """The last samples of a queue with a further one, whose rates are those over the last few."""
+    sample = Sample(at, stats)
+    sample = sample.since((*samples, sample)[-1 - _RATE_SAMPLES :][0])
+    return (*samples[1 - _MAX_SAMPLES :], sample)
 
 
 class Sampler:
-    """Samples every database of every service. `failing` holds the databases whose last sample failed."""
+    """Samples every database of every service. `failing` holds the databases whose last sample failed.
+
+    `last_message_ids` has the last id of each database that the role may read. Ids count all messages ever sent, those
+    of rolled back transactions included.
+    """
 
     def __init__(self, settings: Settings, databases: Databases) -> None:
         self._settings = settings
         self._databases = databases
-        self._histories: dict[Place, History] = {}
+        self._samples: dict[Place, Samples] = {}
         self._began_at: dict[tuple[str, str], float] = {}  # when the sample of each database that is held here began
-        self._last_message_ids: dict[tuple[str, str], int | None] = {}
+        self._swept: dict[Place, tuple[int, float]] = {}  # the dead letters of a queue when it was swept last, and when
+        self.last_message_ids: dict[tuple[str, str], int] = {}
         self.failing: set[tuple[str, str]] = set()
-        self._sweep_at: dict[Place, float] = {}  # when to sweep a queue with dead letters again
-        self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
-        self._all_sampled = asyncio.Event()
 
-    def histories(self) -> Iterator[tuple[Place, History]]:
-        """The histories of all queues, by service, database and name."""
-        return iter(sorted(self._histories.items()))
+    def all_samples(self) -> Iterator[tuple[Place, Samples]]:
+        """The last samples of all queues, by service, database and name."""
+        return iter(sorted(self._samples.items()))
 
-    def history(self, place: Place) -> History | None:
-        """The history of a queue; None if it was never sampled."""
-        return self._histories.get(place)
-
-    @property
-    def last_message_ids(self) -> Iterator[tuple[tuple[str, str], int]]:
-        """The last message id of each database. It counts all messages ever sent, those of rolled back transactions
-        included.
-        """
-        return ((place, mark) for place, mark in sorted(self._last_message_ids.items()) if mark is not None)
+    def samples(self, place: Place) -> Samples:
+        """The last samples of a queue; none if it was never sampled."""
+        return self._samples.get(place, ())
 
     async def run(self) -> None:
         """Sample until cancelled."""
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
         sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
-        sampling.append(asyncio.create_task(self._record_repeatedly()))
         try:
             # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
             done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)
@@ -154,9 +132,6 @@ class Sampler:
         while True:
             began = time.monotonic()
             was_sampled = await self.sample(service, database)
-            self._unsampled.discard((service.id, database))
-            if not self._unsampled:
-                self._all_sampled.set()
             # A failed sample has mostly waited, which costs the database nothing.
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
@@ -164,43 +139,17 @@ class Sampler:
     async def _sweep(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
         """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so.
 
-        The figure of dead letters includes both. So a queue is swept when its figure has grown, and once a minute.
+        The figure of dead letters includes both. So a queue whose figure has changed is swept, and others each minute.
         """
         for stats in found:
-            key = (*place, stats.queue_name)
-            history = self.history(key)
-            has_grown = stats.dead_messages > (history.last.stats.dead_messages if history else 0)
-            if not stats.dead_messages or not (has_grown or time.monotonic() >= self._sweep_at.get(key, 0.0)):
-                continue
-            self._sweep_at[key] = 0.0
-            try:
-                for _ in range(_MOST_SWEEPS):
+            key, now = (*place, stats.queue_name), time.monotonic()
+            dead, at = self._swept.get(key, (0, -math.inf))
+            if stats.dead_messages and (stats.dead_messages != dead or now >= at + _SWEEP_SECONDS):
+                self._swept[key] = stats.dead_messages, now
+                with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):  # of the server; or it is dropped
                     async with connection.transaction():
-                        if not await AsyncQueue(connection, stats.queue_name).sweep_queue():
-                            self._sweep_at[key] = time.monotonic() + _SWEEP_SECONDS
-                            break
-            except psycopg.errors.InsufficientPrivilege:  # of the role of the server
-                self._sweep_at[key] = math.inf
-            except QueueNotFound:  # It was dropped since.
-                pass
-
-    async def _record_repeatedly(self) -> None:
-        """Record the samples in the control database each minute, for the charts of an hour and of a day."""
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_sampled.wait(), _RECORD_SECONDS)
-            rows = [
-                (*place, each.depth, each.stats.dead_messages, each.oldest_age, *each[-2:])
-                for place, history in self.histories()
-                if place[:2] not in self.failing
-                for each in [history.last_over(_RECORD_SECONDS)]
-            ]
-            try:
-                async with self._databases.control() as connection:
-                    await record(connection, rows)
-            except (psycopg.Error, PoolTimeout, OSError) as error:
-                logger.debug("the charts miss a minute: %s", type(error).__name__)
-            await asyncio.sleep(_RECORD_SECONDS - time.time() % _RECORD_SECONDS)
+                        if await AsyncQueue(connection, stats.queue_name).sweep_queue():
+                            self._swept[key] = 0, now  # there may be more
 
     async def sample(self, service: Service, database: str) -> bool:
         """Sample one database now. Returns whether this succeeded."""
@@ -210,9 +159,9 @@ class Sampler:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
                 await self._sweep(place, connection, found)
-                self._last_message_ids[place] = await _last_message_id(connection)
+                ((last,),) = await (await connection.execute(_LAST_ID)).fetchall()
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-            found = []  # pgqueue is not installed there yet
+            found, last = [], None  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be sampled: %s", *place, type(error).__name__)
@@ -222,22 +171,14 @@ class Sampler:
         if began < self._began_at.get(place, began):
             return True  # A page has sampled the database meanwhile, perhaps after a change.
         self._began_at[place] = began
+        if last is not None:
+            self.last_message_ids[place] = last
         now = time.monotonic()
         names = {stats.queue_name for stats in found}
-        for gone in [each for each in self._histories if each[:2] == place and each[2] not in names]:
-            del self._histories[gone]
-            self._sweep_at.pop(gone, None)
+        for gone in [each for each in self._samples if each[:2] == place and each[2] not in names]:
+            del self._samples[gone]
+            self._swept.pop(gone, None)
         for stats in found:
             key = (*place, stats.queue_name)
-            self._histories[key] = self._histories.get(key, History(())).extended(now, stats)
+            self._samples[key] = extended(self.samples(key), now, stats)
         return True
-
-
-async def _last_message_id(connection: Connection) -> int | None:
-    """The last message id given out in a database; None if there is none, or if the role may not read it."""
-    cursor = await connection.execute(
-        "select case when has_sequence_privilege('pgqueue.message_id', 'usage, select')"
-        " then pg_sequence_last_value('pgqueue.message_id') end"
-    )
-    ((last,),) = await cursor.fetchall()
-    return None if last is None else int(last)

@@ -26,16 +26,14 @@ from .protocol import BoundedProtocol
 from .sampling import Sampler
 from .settings import Settings
 
-__all__ = ["listen", "serve"]
-
 logger = logging.getLogger("pgqueue.http")
 
 # SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
 _FILES: Final = 110_000  # that the process may open if the system allows it
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
 class _Server(uvicorn.Server):
@@ -81,19 +79,15 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def listen(host: str = "127.0.0.1", port: int = 8080) -> list[socket.socket]:
     """Listen on all addresses of a host. Raises OSError, whose text names host and port."""
     found: list[socket.socket] = []
-    unusable: OSError | None = None
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(addresses):
+        for family, _, _, _, address in addresses:
             try:
                 found.append(socket.create_server(address, family=family, backlog=_BACKLOG))
             except OSError as error:
                 # A name such as localhost can have an address of a family that this machine does not use.
-                if error.errno != errno.EADDRNOTAVAIL:
+                if error.errno != errno.EADDRNOTAVAIL or (address == addresses[-1][4] and not found):
                     raise
-                unusable = error
-        if unusable and not found:
-            raise unusable
     except OSError as error:
         for each in found:
             each.close()
@@ -117,20 +111,14 @@ def serve(
     between them. The address of a client is then that in their header `X-Forwarded-For`. The role `agent` needs no
     sockets.
     """
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    for chatty in ("psycopg.pool", "uvicorn.error"):
-        logging.getLogger(chatty).addFilter(_repeat_filter())
+    # Any client can cause their warnings, and the parts of the server report an unreachable database themselves.
+    for chatty in ("psycopg.pool", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     if role == "agent":
         uvloop.run(_run_agent(settings))
         return
     app = create_app(settings, role)
-    # Threads parse large bodies: they give the interpreter back after 1 ms. The garbage collector, which keeps it, runs
-    # less often, and does not visit the code of the server.
-    sys.setswitchinterval(0.001)
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
-    _return_large_memory()
-    _open_files()
+    _tune_process()
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -148,35 +136,23 @@ def serve(
     uvloop.run(_Server(app, config, started).serve([*sockets]))
 
 
-def _open_files() -> None:
-    """Raise the limit of open files, of which each connection needs one, also an idle connection of a client."""
+def _tune_process() -> None:
+    """Let the event loop run beside threads, and bound open files and the memory that stays after large bodies."""
+    # Threads parse large bodies: they give the interpreter back after 1 ms. The garbage collector, which keeps it, runs
+    # less often, and does not visit the code of the server.
+    sys.setswitchinterval(0.001)
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    # glibc returns the memory of large bodies and of scrypt to the system. By default it keeps up to 32 MB of each
+    # thread, and more if a smaller piece is in use above it.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    # Each connection needs a file, also an idle connection of a client.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
-def _return_large_memory() -> None:
-    """Have glibc return the memory of large bodies and of scrypt to the system. By default it keeps up to 32 MB of each
-    thread, and more if a smaller piece is in use above it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-
-
-def _repeat_filter() -> Callable[[logging.LogRecord], bool]:
-    """A filter that passes a repeated warning once a minute, such as those of a pool whose database is down."""
-    last_logged_at: dict[object, float] = {}
-
-    def filter_(record: logging.LogRecord) -> bool:
-        subject = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
-        if record.levelno < logging.ERROR and record.created - last_logged_at.get(subject, 0.0) < 60:
-            return False
-        last_logged_at[subject] = record.created
-        return True
-
-    return filter_
 
 
 async def _run_agent(settings: Settings) -> None:

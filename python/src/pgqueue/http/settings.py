@@ -16,8 +16,6 @@ from psycopg.conninfo import conninfo_to_dict
 from .security.rights import Right, parse_rights
 from .security.users import User, hash_password, is_hash
 
-__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User"]
-
 T = TypeVar("T")
 
 _MIN_KEY_CHARACTERS: Final = 32
@@ -58,8 +56,8 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 
     `request_seconds` bounds a request, `database_seconds` a statement, and `connect_seconds` the wait for a connection.
     `connections` is the size of the pool of each database. `client_connections` bounds the requests that run at a time.
-    `sample_seconds` is the interval between samples for the page and the metrics. `user_requests_per_second` bounds the
-    requests of each user to this process; 0 is no limit. `session_seconds` is how long a log-in to the page lasts.
+    `sample_seconds` is the interval between samples for the page and the metrics. `user_requests_per_second` can only
+    be 0: a reverse proxy bounds the rate. `session_seconds` is how long a log-in to the page lasts.
     """
 
     request_seconds: Annotated[float, Meta(ge=1, le=600)] = 30.0
@@ -68,7 +66,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     connections: Annotated[int, Meta(ge=1, le=1000)] = 10
     client_connections: Annotated[int, Meta(ge=10, le=100_000)] = 2000
     sample_seconds: Annotated[float, Meta(ge=0.2, le=3600)] = 2.0
-    user_requests_per_second: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    user_requests_per_second: Annotated[int, Meta(ge=0, le=0)] = 0
     session_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 28800
 
 

@@ -13,15 +13,12 @@ from msgspec.json import decode
 from ..._calls import prepare_wait_and_look
 from ..._connections import is_proxied
 from ...client import AsyncQueue
-from ..databases import LARGE_BYTES, Connection
+from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import PAYLOAD_LIMIT
 from ..errors import ApiError
 from ..idempotency import Answer
-from ..statements import fetch, note_size
 from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter, storable_text
-from .targets import Target
-
-__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from"]
+from .verbs import Target
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
@@ -122,7 +119,6 @@ class ClaimOperation:
         if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
-        note_size(connection, len(text))
         if len(text) > LARGE_BYTES:
             target.context.databases.note_large(*self._places)
         answer = Answer(200, text.encode())

@@ -5,23 +5,19 @@ from typing import Final
 
 import psycopg
 from msgspec import Raw
+from msgspec.json import encode
 
 from ...client import AsyncQueue, AsyncQueues
 from ..calls import Call
-from ..context import find_database, find_service
-from ..databases import LARGE_BYTES, Connection
+from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import PAYLOAD_LIMIT, MessageIds, are_large, enqueue_messages, naming, publish_message
 from ..errors import ApiError
 from ..idempotency import Answer, run_once
-from ..json_text import encode
 from ..security.rights import ALL, CONSUMER, LISTS, PRODUCER, READER, SEES, SUBSCRIBER, Need, current, forbidden
-from ..statements import fetch, note_size
 from . import structs, verbs
 from .claims import BROWSE_DEAD_MESSAGES, claim_from
 from .structs import Claim, ClaimAny, EnqueueDirect, Page, Publish, is_plain, settings_of
-from .targets import READ_ERRORS, Target, Verbs, target_of
-
-__all__ = ["ROUTES"]
+from .verbs import READ_ERRORS, Target, Verbs, database_of, target_of
 
 verb = Verbs()
 ROUTES: Final = verb.routes
@@ -34,7 +30,7 @@ _SIZE: Final = (
 )
 
 
-@verb("enqueue", PRODUCER, MessageIds, EnqueueDirect, status=201, old_name="messages")
+@verb("enqueue", PRODUCER, MessageIds, EnqueueDirect, status=201)
 async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     is_one, are_plain = len(body.messages) == 1, all(map(is_plain, body.messages))
@@ -74,9 +70,7 @@ async def claim_any(call: Call) -> Answer:
 @verb("/v1/queues", LISTS, structs.ListedSettings)
 async def list_queues(call: Call) -> Answer:
     """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
-    context = call.context
-    service = find_service(context, call.query.get("service_id"))
-    database = find_database(service, call.query.get("database_name"))
+    context, (service, database) = call.context, database_of(call)
     try:
         async with context.databases.target(service, database) as connection:
             queues = await AsyncQueues(connection).list_queues()
@@ -94,14 +88,13 @@ async def stats(target: Target) -> Answer:
         return Answer(200, encode(await AsyncQueue(connection, target.name).stats()))
 
 
-@verb("browse_dead_messages", READER, structs.DeadLetters, query=Page, old_name="dead-letters")
+@verb("browse_dead_messages", READER, structs.DeadLetters, query=Page)
 async def browse_dead_messages(target: Target, page: Page) -> Answer:
     """Dead letters by id, starting after `after_id`."""
     values = target.name, page.max_messages, page.after_id
     async with target.connection(is_large=page.max_messages * PAYLOAD_LIMIT > LARGE_BYTES) as connection:
         ((_, text),) = await fetch(connection, BROWSE_DEAD_MESSAGES, *values)
         target.call.memory.take_response(len(text))
-        note_size(connection, len(text))
         return Answer(200, text.encode())
 
 
@@ -137,8 +130,7 @@ async def publish(call: Call) -> Answer:
 
     Needs the access producer to all queues of the database.
     """
-    service = find_service(call.context, call.query.get("service_id"))
-    database = find_database(service, call.query.get("database_name"))
+    service, database = database_of(call)
     # The topic decides which queues a message reaches, also some that the user may not see.
     caller = current()
     if not caller.may(caller.needs.accesses, service.id, database, ALL):

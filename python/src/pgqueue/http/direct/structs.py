@@ -12,8 +12,6 @@ from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, Se
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT
 
-__all__ = ["DELAY_LIMIT", "MAX_ID", "REDRIVE_LIMIT", "Request"]
-
 DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
 MAX_ID: Final = 2**63 - 1

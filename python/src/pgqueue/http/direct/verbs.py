@@ -1,26 +1,131 @@
-"""The verbs that change a queue or its messages, as a table: each is a route that calls the SQL function of its name.
+"""The verbs of a queue: how one becomes a route, and a table of those that only call the SQL function of their name.
 
 The struct of a body yields the checks, the schema, and the arguments; the struct of an answer says what the result is.
 """
 
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 from msgspec import Raw, Struct
+from msgspec.json import encode
+from starlette.types import Send
 
-from ..databases import Connection
+from ..calls import Call, Operation, Route, parameters, respond
+from ..context import Context, find_database, find_service, is_queue_name
+from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import MessageIds, naming
-from ..errors import ApiError
-from ..idempotency import Answer
-from ..json_text import encode
-from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need
-from ..statements import fetch
+from ..errors import ApiError, queue_not_found
+from ..idempotency import Answer, EffectKey, run_once
+from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need, current
+from ..settings import Service
 from . import structs
 from .structs import storable_text, text_of
-from .targets import CHANGE_ERRORS, Target, Verbs, target_of
 
-__all__ = ["add_to"]
+READ_ERRORS: Final = (403, 404, 422)
+CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
+
+Function = Callable[..., Awaitable[Answer]]
+
+
+@dataclass(slots=True)
+class Target:
+    """The queue of a request: its service, database and name. The database is not asked whether it exists."""
+
+    context: Context
+    service: Service
+    database: str
+    name: str
+    call: Call
+    key: EffectKey | None = None
+    body: bytes | bytearray = b""
+
+    def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
+        """A connection to the database of the queue, as `Databases.target` has it."""
+        return self.context.databases.target(self.service, self.database, prepare, is_large=is_large)
+
+    def count(self, operation: str, number: int) -> None:
+        """Add to the metrics of the queue."""
+        self.context.metrics.messages(*self.place, operation, number)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The names of the service, the database and the queue."""
+        return self.service.id, self.database, self.name
+
+    async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
+        """Run an effect on a connection; only once if the request has an idempotency key.
+
+        It is large if its body is, or if it says that its answer can be large.
+        """
+        async with self.connection(self.key is not None, is_large or len(self.body) > LARGE_BYTES) as connection:
+            return await run_once(connection, self.key, lambda: effect(connection))
+
+
+def database_of(call: Call) -> tuple[Service, str]:
+    """The service and the database of a request. Raises `ApiError` 404."""
+    service = find_service(call.context, call.query.get("service_id"))
+    return service, find_database(service, call.query.get("database_name"))
+
+
+def target_of(call: Call, queue_name: str) -> Target:
+    """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    service, database = database_of(call)
+    if not is_queue_name(queue_name) or queue_name == call.context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    current().check(service.id, database, queue_name)
+    return Target(call.context, service, database, queue_name, call)
+
+
+class Verbs:
+    """The routes of the verbs of a queue, and of its database."""
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+
+    def __call__(
+        self,
+        name: str,
+        need: Need,
+        answer: Any,
+        body: Any = None,
+        *,
+        status: int = 200,
+        query: Any = structs.Where,
+        errors: tuple[int, ...] | None = None,
+        tag: str = "direct",
+        about: str = "",
+    ) -> Callable[[Function], Function]:
+        """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
+
+        It is called with the target and the body, or with the target and the parameters of the URL if these are more
+        than the database. If `name` is a path, the verb is one of a database, and the function is called with the
+        request. `about` replaces its docstring.
+        """
+        method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
+
+        async def of_queue(call: Call, function: Function) -> Answer:
+            target = target_of(call, call.names["queue_name"])
+            if body is not None:
+                given, text = await call.json(body)
+                target.key, target.body = await call.key(), text
+                return await function(target, given)
+            return await (function(target) if query is structs.Where else function(target, parameters(call, query)))
+
+        def register(function: Function) -> Function:
+            is_of_database = name.startswith("/")
+
+            async def endpoint(call: Call, send: Send) -> None:
+                await respond(send, await (function(call) if is_of_database else of_queue(call, function)))
+
+            described = about or function.__doc__ or "", tag, body, answer, status, query, errors or usual
+            path = name if is_of_database else f"/v1/queues/{{queue_name}}/{name}"
+            self.routes.append(Route(method, path, need, endpoint, Operation(*described, has_key=body is not None)))
+            return function
+
+        return register
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +141,6 @@ class Verb:
     body: type[Struct]
     answer: Any
     counted: str | None = None
-    old_name: str | None = None
     status: int = 200
     of_schedule: bool = False
 
@@ -110,14 +214,14 @@ def _arguments(body: Struct) -> dict[str, Any]:
 _VERBS: Final = {
     "direct": (
         Verb("ack", CONSUMER, structs.Ack, structs.Done, "acked"),
-        Verb("ack_batch", CONSUMER, structs.AckBatch, structs.Count, "acked", old_name="ack-batch"),
+        Verb("ack_batch", CONSUMER, structs.AckBatch, structs.Count, "acked"),
         Verb("nack", CONSUMER, structs.Nack, structs.Done, "nacked"),
         Verb("extend", CONSUMER, structs.Extend, structs.Done, "extended"),
         Verb("ack_claims", CONSUMER, structs.Claims, structs.SettledClaims, "acked"),
         Verb("nack_claims", CONSUMER, structs.NackClaims, structs.SettledClaims, "nacked"),
         Verb("extend_claims", CONSUMER, structs.ExtendClaims, structs.SettledClaims, "extended"),
         Verb("redrive", ADMIN, structs.Redrive, structs.Count, "redriven"),
-        Verb("purge_dead_messages", ADMIN, structs.Ids, structs.Count, "purged", old_name="purge-dead-letters"),
+        Verb("purge_dead_messages", ADMIN, structs.Ids, structs.Count, "purged"),
         Verb("cancel", SENDER, structs.Cancel, structs.Cancelled),
         Verb("cancel_by_key", SENDER, structs.CancelByKey, structs.Cancelled),
     ),
@@ -142,4 +246,4 @@ def add_to(verbs: Verbs) -> None:
             about: dict[str, Any] = {"status": each.status, "tag": tag, "about": each.body.__doc__}
             if each.answer is structs.Done:
                 about["errors"] = (*CHANGE_ERRORS, 410)
-            verbs(each.name, each.need, each.answer, each.body, old_name=each.old_name, **about)(each.run)
+            verbs(each.name, each.need, each.answer, each.body, **about)(each.run)

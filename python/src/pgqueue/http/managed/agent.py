@@ -13,6 +13,7 @@ from uuid import UUID
 
 import msgspec
 import psycopg
+from msgspec.json import encode
 from psycopg_pool import PoolTimeout
 
 from ... import errors as queue_errors
@@ -24,14 +25,11 @@ from ..databases import LARGE_BYTES, Databases
 from ..enqueueing import enqueue_messages
 from ..errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
 from ..idempotency import Answer, EffectKey, run_once
-from ..json_text import encode
 from ..metrics import Metrics
 from ..settings import Settings
 from . import registry
 from .registry import AgentTask
 from .structs import QueueBody, StatsResult
-
-__all__ = ["Agent"]
 
 logger = logging.getLogger("pgqueue.http")
 

@@ -13,11 +13,9 @@ from msgspec import Raw
 from psycopg import AsyncConnection, AsyncCursor
 from psycopg.rows import class_row
 
+from ..databases import as_json, fetch
 from ..security.rights import current
-from ..statements import as_json, fetch, note_size
 from .structs import CreateQueue, QueueBody
-
-__all__ = ["AgentTask", "TaskKind"]
 
 Connection = AsyncConnection[Any]
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
@@ -149,7 +147,6 @@ async def submit(
     connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: bytes | bytearray | None = None
 ) -> UUID:
     """Record a task and send it to the agents in one statement. Returns its id."""
-    note_size(connection, len(request or b""))
     given = None if request is None else as_json(request)
     ((task, _),) = await fetch(connection, _SUBMIT, kind, queue_id, given, task_queue, current().name)
     return UUID(str(task))
@@ -175,7 +172,6 @@ async def read_request(connection: Connection, id: UUID) -> bytearray:
     body = bytearray()
     for (part,) in await fetch(connection, _READ_REQUEST, id):
         body += part.encode()
-    note_size(connection, len(body))
     return body or bytearray(b"{}")
 
 

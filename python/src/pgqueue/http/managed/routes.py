@@ -5,7 +5,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
-from msgspec.json import decode
+from msgspec.json import decode, encode
 from psycopg import AsyncConnection
 from starlette.types import Send
 
@@ -15,7 +15,6 @@ from ..databases import LARGE_BYTES
 from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
-from ..json_text import encode
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
@@ -30,8 +29,6 @@ from .structs import (
     TaskId,
     TaskOf,
 )
-
-__all__ = ["ROUTES"]
 
 _PATH: Final = "/managed-services/{service_id}/queues"
 _QUEUE: Final = f"{_PATH}/{{queue_name}}"

@@ -7,6 +7,7 @@ import psycopg
 from msgspec import Struct
 from starlette.responses import RedirectResponse, Response
 
+from ..._wording import counted as count
 from ...client import AsyncQueue
 from ..calls import Call, parameters
 from ..context import Context
@@ -15,11 +16,9 @@ from ..managed import registry
 from ..managed.structs import QueueBody
 from ..sampling import Place
 from ..security.rights import ADMIN
-from .rendering import count, render
+from .rendering import render
 from .requests import Form, Pages, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
 from .search import LOOK_LIMIT, STATES, Filter, find_ids
-
-__all__ = ["ROUTES"]
 
 pages = Pages()
 ROUTES: Final = pages.routes
@@ -33,7 +32,6 @@ _PURGED: Final = {"ready_messages": "ready message{}", "inflight_messages": "mes
     "scheduled_messages": "scheduled message{}"
 }
 _REMOVALS: Final = {"purge_queue": _PURGED, "drop_queue": _PURGED | {"dead_messages": "dead letter{}"}}
-_RELATION: Final = "select t.relation::text from pgqueue.transports t where t.queue_name = %s"
 
 
 class _Confirmed(Struct):
@@ -139,23 +137,9 @@ async def _removal_page(
         for name, noun in _REMOVALS[action].items()
         if (number := getattr(stats, name))
     ]
-    if action == "drop_queue":
-        lost += [f"the stream {each.stream_name}" for each in await queue.list_streams()]
-        subscriptions = await queue.list_subscriptions()
-        lost += [count(len(subscriptions), "subscription")] if subscriptions else []
-        lost += [f"the relation {each} of expose_transport" for each in await _relations(queue)]
     verb = action.partition("_")[0].capitalize()
     values: dict[str, Any] = {"place": place, "verb": verb, "lost": lost, "settings": settings, "typed": typed}
     return render("remove.html", call.scope, problem=problem, **values)
-
-
-async def _relations(queue: AsyncQueue) -> list[str]:
-    try:
-        async with queue.connection.transaction():
-            cursor = await queue.connection.execute(_RELATION, [queue.name])
-    except psycopg.errors.InsufficientPrivilege:  # the role of the service may not read the tables
-        return []
-    return [relation for (relation,) in await cursor.fetchall()]
 
 
 async def _remove(call: Call, place: Place, action: str, typed: str) -> Response:

@@ -13,8 +13,6 @@ from ..security.rights import NOTHING
 from .rendering import TEMPLATES
 from .requests import Pages
 
-__all__ = ["ROUTES"]
-
 pages = Pages(is_page=False)
 ROUTES: Final = pages.routes
 

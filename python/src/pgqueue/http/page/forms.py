@@ -16,15 +16,12 @@ from ..context import check_not_reserved, find_database, find_service
 from ..decoding import check_shape
 from ..enqueueing import PAYLOAD_LIMIT, naming
 from ..errors import ApiError
-from ..json_text import read_json
 from ..memory import run_beside
 from ..sampling import Place
 from ..security.rights import ADMIN, PRODUCER, READER, Need, current
 from .rendering import pretty_json, queue_url, render
 from .requests import Form, Pages, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
 from .search import STATES, Filter, Message, search
-
-__all__ = ["ROUTES"]
 
 pages = Pages()
 ROUTES: Final = pages.routes
@@ -36,12 +33,14 @@ _UNITS: Final = {"s": 1, "days": 86_400}  # in seconds
 class Field(NamedTuple):
     """A setting of a queue in a form.
 
-    `kind` is the type of its value, the unit of a duration, or the choices with | between them.
+    `kind` is the type of its value, the unit of a duration, or the choices with | between them. `default` is that of
+    `create_queue`, as text; a setting without one may be empty.
     """
 
     name: str
     label: str
     kind: str
+    default: str = ""
     explanation: str = ""
 
     def read(self, form: Form) -> Any:
@@ -58,6 +57,16 @@ class Field(NamedTuple):
             message = f"{self.label} is invalid: {text[:50]}; must be {limit}"
             raise ApiError(422, "invalid", message, self.name, text, limit) from None
 
+    def change(self, form: Form, settings: QueueInfo) -> Any:
+        """The value for `alter_queue`, to which None means unchanged and 0 means no limit. Raises `ApiError`."""
+        value = self.read(form)
+        if value is None and getattr(settings, self.name) is not None:
+            if self.default:
+                message = f"{self.label} is empty; it must have a value in this queue"
+                raise ApiError(422, "invalid", message, self.name, "", "a value")
+            return timedelta(0) if self.kind in _UNITS else 0
+        return None if value == getattr(settings, self.name) else value
+
     def text(self, value: Any) -> str:
         """The text of a value in the form."""
         if isinstance(value, timedelta):
@@ -66,81 +75,55 @@ class Field(NamedTuple):
 
 
 _BASICS: Final = (
-    Field("visibility_timeout", "Visibility timeout (s)", "s", "how long a claimed message stays hidden"),
-    Field("max_attempts", "Attempts", "int", "after these a message becomes a dead letter; 0: never"),
-    Field("dlq_enabled", "Keep dead letters", "bool"),
+    Field("visibility_timeout", "Visibility timeout (s)", "s", "30", "how long a claimed message stays hidden"),
+    Field("max_attempts", "Attempts", "int", "5", "after these a message becomes a dead letter; 0: never"),
+    Field("dlq_enabled", "Keep dead letters", "bool", "True"),
 )
-_FIELDS: Final = (
-    *_BASICS,
+_MORE: Final = (
     Field("dead_letter_expired", "Expired messages become dead letters", "bool"),
-    Field("max_payload_bytes", "Largest payload (bytes)", "int"),
-    Field("backoff_base", "First backoff (s)", "s", "the wait after the first failed attempt"),
-    Field("backoff_factor", "Backoff factor", "float", "multiplies the wait for each further attempt"),
-    Field("backoff_max", "Longest backoff (s)", "s"),
-    Field("backoff_jitter", "Backoff jitter", "float", "the largest part of the wait that is subtracted"),
-    Field("archive_for", "Archive for (days)", "days", "empty: acknowledged messages are deleted"),
-    Field("expires_after_idle", "Drop after idle (s)", "s", "empty: the queue is never dropped"),
-    Field("dedup_window", "Deduplication window (s)", "s", "how long a key is taken; 0: while its message lives"),
-    Field("group_limit", "Group limit", "int", "messages of a group in flight; empty: no groups"),
-    Field("on_dead", "After a dead letter", "skip|hold", "its group goes on (skip) or waits (hold)"),
-    Field("max_in_flight", "Most in flight", "int", "messages of the queue at a time; empty: no limit"),
-    Field("rate_limit", "Rate limit", "int", "messages claimed in each period; empty: no limit"),
-    Field("rate_period", "Rate period (s)", "s"),
-    Field("priorities", "Priorities", "bool", "messages with a higher priority are claimed first"),
+    Field("max_payload_bytes", "Largest payload (bytes)", "int", "262144"),
+    Field("backoff_base", "First backoff (s)", "s", "1", "the wait after the first failed attempt"),
+    Field("backoff_factor", "Backoff factor", "float", "2", "multiplies the wait for each further attempt"),
+    Field("backoff_max", "Longest backoff (s)", "s", "600"),
+    Field("backoff_jitter", "Backoff jitter", "float", "0.2", "the largest part of the wait that is subtracted"),
+    Field("archive_for", "Archive for (days)", "days", "", "empty: acknowledged messages are deleted"),
+    Field("expires_after_idle", "Drop after idle (s)", "s", "", "empty: the queue is never dropped"),
+    Field("dedup_window", "Deduplication window (s)", "s", "300", "0: a key is taken while its message lives"),
+    Field("group_limit", "Group limit", "int", "", "messages of a group in flight; empty: no groups"),
+    Field("on_dead", "After a dead letter", "skip|hold", "skip", "its group goes on (skip) or waits (hold)"),
+    Field("max_in_flight", "Most in flight", "int", "", "messages of the queue at a time; empty: no limit"),
+    Field("rate_limit", "Rate limit", "int", "", "messages claimed in each period; empty: no limit"),
+    Field("rate_period", "Rate period (s)", "s", "1"),
+    Field("priorities", "Priorities", "bool", "", "messages with a higher priority are claimed first"),
 )
+_FIELDS: Final = (*_BASICS, *_MORE)
 _ONLY_NEW: Final = (  # what the page of the settings does not change
-    Field("counters", "Counters", "bool", "count what is sent and acknowledged; costs some processor time"),
-    Field("dedicated", "Table of its own", "bool", "for a few queues with a high load"),
+    Field("counters", "Counters", "bool", "True", "count what is sent and acknowledged; costs some processor time"),
+    Field("dedicated", "Table of its own", "bool", "", "for a few queues with a high load"),
 )
 _DELAY: Final = Field("delay", "Delay (s)", "s")
 _DEDUP_KEY: Final = Field(
-    "dedup_key", "Deduplication key", "str", "nothing is added while another message of the queue has it"
+    "dedup_key", "Deduplication key", "str", "", "nothing is added while another message of the queue has it"
 )
-_GROUP_KEY: Final = Field("group_key", "Group", "str", "few messages of a group are in flight at a time")
-_PRIORITY: Final = Field("priority", "Priority", "int", "0 to 9; 9 is claimed first")
-# An empty field turns these off: the value that alter_queue gets then.
-_NULLABLE: Final = {
-    "archive_for": timedelta(0),
-    "expires_after_idle": timedelta(0),
-    "group_limit": 0,
-    "max_in_flight": 0,
-    "rate_limit": 0,
-}
-# The defaults of create_queue, as texts.
-_DEFAULTS: Final = {
-    "visibility_timeout": "30",
-    "max_attempts": "5",
-    "dlq_enabled": "True",
-    "counters": "True",
-    "max_payload_bytes": "262144",
-    "backoff_base": "1",
-    "backoff_factor": "2",
-    "backoff_max": "600",
-    "backoff_jitter": "0.2",
-    "dedup_window": "300",
-    "on_dead": "skip",
-    "rate_period": "1",
-}
+_GROUP_KEY: Final = Field("group_key", "Group", "str", "", "few messages of a group are in flight at a time")
+_PRIORITY: Final = Field("priority", "Priority", "int", "", "0 to 9; 9 is claimed first")
 
 
 @pages.get("/create", Need(("admin",), "some"))
 async def create_form(call: Call) -> Response:
     """The form for a new queue."""
-    return _create_page(call, {name: [text] for name, text in _DEFAULTS.items()})
+    return _create_page(call, {each.name: [each.default] for each in (*_FIELDS, *_ONLY_NEW) if each.default})
 
 
 def _create_page(call: Call, form: Form, problem: ApiError | None = None) -> Response:
-    may = current().may
     databases = [
         f"{each.id}/{database}"
         for each in call.context.settings.services.values()
         for database in each.databases
-        if may(("admin",), each.id, database)
+        if current().may(("admin",), each.id, database)
     ]
-    more = (*_FIELDS[len(_BASICS) :], *_ONLY_NEW)
-    return render(
-        "create.html", call.scope, problem=problem, databases=databases, basics=_BASICS, fields=more, form=form
-    )
+    values = {"databases": databases, "basics": _BASICS, "fields": (*_MORE, *_ONLY_NEW), "form": form}
+    return render("create.html", call.scope, problem=problem, **values)
 
 
 @pages.post("/create", ADMIN)
@@ -188,18 +171,8 @@ async def change_settings(call: Call) -> Response:
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
         try:
-            values = {each.name: each.read(form) for each in _FIELDS}
-            for name, nothing in _NULLABLE.items():
-                if values[name] is None and getattr(settings, name) is not None:
-                    values[name] = nothing
             async with queue.connection.transaction():
-                await queue.alter_queue(
-                    **{name: value for name, value in values.items() if value != getattr(settings, name)}
-                )
-                for field in _FIELDS:  # To alter_queue null means unchanged.
-                    if values[field.name] is None and getattr(settings, field.name) is not None:
-                        message = f"{field.label} is empty; it must have a value in this queue"
-                        raise ApiError(422, "invalid", message, field.name, "", "a value")
+                await queue.alter_queue(**{each.name: each.change(form, settings) for each in _FIELDS})
         except _ERRORS as error:
             return _settings_page(call, place, settings, form, explain(error))
     return back_to("queue", place, done="The settings are changed")
@@ -258,13 +231,17 @@ async def send(call: Call) -> Response:
         current().check(*place, ("admin",))
     async with open_queue(context, place) as queue:
         settings = await queue.get_queue()
+    # PostgreSQL reads the text of the JSON, so that no number changes.
+    given = SimpleNamespace(**{name: form.get(name, [""])[0].strip() for name in ("payload", "headers")})
+    headers: Any = Jsonb(given.headers, str) if given.headers else None
+    connect = partial(context.databases.target, context.databases.service(place[0]), place[1])
     try:
-        payload, headers = await _json(form, "payload"), await _json(form, "headers")
+        if not given.payload:
+            raise ApiError(422, "invalid", "the payload is empty; must be JSON", "payload")
+        for text in (given.payload, given.headers):
+            await run_beside(len(text), check_shape, text.encode(errors="replace"))
         delay = _DELAY.read(form)
         dedup_key = None if replaced else _DEDUP_KEY.read(form)
-        group_key, priority = _GROUP_KEY.read(form), _PRIORITY.read(form)
-        given = SimpleNamespace(payload=payload.obj, headers=headers and headers.obj)
-        connect = partial(context.databases.target, context.databases.service(place[0]), place[1])
         async with (
             naming(connect, [given]),
             open_queue(context, place) as queue,
@@ -274,7 +251,12 @@ async def send(call: Call) -> Response:
                 message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
                 raise ApiError(409, "message_not_found", message)
             sent = await queue.enqueue(
-                payload, delay, headers, dedup_key=dedup_key, group_key=group_key, priority=priority
+                Jsonb(given.payload, str),
+                delay,
+                headers,
+                dedup_key=dedup_key,
+                group_key=_GROUP_KEY.read(form),
+                priority=_PRIORITY.read(form),
             )
     except _ERRORS as error:
         return _send_page(call, place, settings, form, explain(error))
@@ -286,25 +268,3 @@ async def send(call: Call) -> Response:
     done += f"; dead letter {replaced[0]} is deleted" if replaced else ""
     # The page of the queue is not for each user.
     return back_to("queue" if current().may(READER.accesses, *place) else "", place, state=state, done=done)
-
-
-async def _json(form: Form, name: str) -> Any:
-    """The JSON in a field, with the text of its numbers; None if the field is empty. Raises `ApiError`."""
-    text = form.get(name, [""])[0].strip()
-    if not text:
-        if name == "payload":
-            raise ApiError(422, "invalid", "the payload is empty; must be JSON", name)
-        return None
-    try:
-        value = await run_beside(len(text), _parsed, text)
-    except ApiError as error:
-        message = error.message.replace("the body", "body").replace("body", f"the field {name}", 1)
-        raise ApiError(422, "invalid", message, name) from None
-    if name == "headers" and not isinstance(value, dict):
-        raise ApiError(422, "invalid", "the headers are not a JSON object", name)
-    return Jsonb(text, str)
-
-
-def _parsed(text: str) -> Any:
-    check_shape(text.encode(errors="replace"))
-    return read_json(text)

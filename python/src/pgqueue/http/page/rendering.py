@@ -1,7 +1,7 @@
 """How the page shows figures and JSON: rows of the table, lines, durations; and the Jinja environment."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -18,8 +18,6 @@ from ..errors import ApiError
 from ..managed.structs import QueueBody
 from ..sampling import Place, Sample, Sampler
 from ..security.rights import ALL, current
-
-__all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
 
 _HEIGHT: Final = 28
 _MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short
@@ -52,11 +50,11 @@ def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -
     """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
     rows = {}
-    for place, history in sampler.histories():
+    for place, samples in sampler.all_samples():
         row = known.pop(place, None)
         if place[2] != hidden:
             status, message = (row.status, row.error_message) if row else ("", None)
-            rows[place] = Row(place, history.last.stats, history.samples, status, message)
+            rows[place] = Row(place, samples[-1].stats, samples, status, message)
     for place, row in known.items():
         rows[place] = Row(place, status=row.status, error_message=row.error_message)
     return [row for _, row in sorted(rows.items())]
@@ -65,51 +63,29 @@ def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -
 def sparkline(values: Sequence[float | None], label: str, kind: str) -> Markup:
     """An SVG line of the values, the newest at the right. The vertical range always includes 0.
 
-    The line has gaps where a value is None. An empty element if fewer than two values are known.
+    The line has gaps where a value is None, and no points inside of a level. An empty element if fewer than two values
+    are known.
     """
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return Markup('<span class="spark"></span>')
     low, high = min(0.0, *known), max(0.0, *known)
     scale = (_HEIGHT - 4) / ((high - low) or 1.0)
-    zero = _HEIGHT - 2 + low * scale
-    lines = Markup("").join(
-        Markup('<polygon points="{},{zero} {points} {},{zero}"/><polyline points="{points}"/>').format(
-            run[0][0], run[-1][0], zero=f"{zero:.1f}",
-            points=" ".join(f"{place},{_HEIGHT - 2 - (value - low) * scale:.1f}" for place, value in _corners(run)),
-        )
-        for run in _runs(values)
-    )  # fmt: skip
+    line, pen = "", "M"
+    for place, value in enumerate(values):
+        if value is None:
+            pen = "M"
+        elif not 0 < place < len(values) - 1 or not values[place - 1] == value == values[place + 1]:
+            line += f"{pen}{place} {_HEIGHT - 2 - (value - low) * scale:.1f}" + ("h0" if pen == "M" else "")
+            pen = "L"
     return Markup(
         '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
         ' aria-label="{label}"><title>{label}</title>'
-        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/>{lines}</svg>'
+        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><path d="{line}"/></svg>'
     ).format(
-        kind=kind, width=len(values) - 1, height=_HEIGHT, lines=lines, zero=f"{zero:.1f}",
+        kind=kind, width=len(values) - 1, height=_HEIGHT, line=line, zero=f"{_HEIGHT - 2 + low * scale:.1f}",
         label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
     )  # fmt: skip
-
-
-def _runs(values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
-    """The stretches of known values, each value with its place."""
-    run: list[tuple[int, float]] = []
-    for place, value in enumerate([*values, None]):
-        if value is not None:
-            run.append((place, value))
-        elif run:
-            yield run if len(run) > 1 else run * 2  # a line from a point to itself is drawn as a dot
-            run = []
-
-
-def _corners(run: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points of a stretch without those inside of a level one.
-
-    Most of hundreds of queues are idle, and each refresh draws all of them.
-    """
-    last = len(run) - 1
-    return [
-        point for at, point in enumerate(run) if at in (0, last) or not run[at - 1][1] == point[1] == run[at + 1][1]
-    ]
 
 
 def _compact_number(value: float) -> str:

@@ -21,19 +21,6 @@ from ..security.rights import Need, current
 from .rendering import queue_url, render
 from .search import MAX_ID
 
-__all__ = [
-    "Form",
-    "Pages",
-    "back_to",
-    "check_choice",
-    "error_page",
-    "explain",
-    "message_ids",
-    "open_queue",
-    "place_of",
-    "read_form",
-]
-
 _MAX_FORM_FIELDS: Final = 10_000
 _MOST_IDS: Final = 10_000  # of a request, as in the API
 Form = dict[str, list[str]]

@@ -13,28 +13,23 @@ from msgspec import Meta, Struct
 from psycopg_pool import PoolTimeout
 from starlette.responses import Response
 
-from .. import depth_history
+from ..._wording import counted as count
 from ..calls import Call, parameters
-from ..context import Context
-from ..depth_history import RANGES, Recorded
 from ..enqueueing import PAYLOAD_LIMIT
 from ..errors import ApiError
 from ..managed import registry
-from ..memory import run_beside, run_in_thread
-from ..sampling import Place
+from ..memory import run_beside
 from ..security.rights import LISTS, READER, current
-from .rendering import Row, build_rows, count, pretty_json, render
+from .rendering import Row, build_rows, pretty_json, render
 from .requests import Pages, check_choice, message_ids, open_queue, place_of
 from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
-
-__all__ = ["ROUTES"]
 
 pages = Pages()
 ROUTES: Final = pages.routes
 
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
-_FEW_ROWS: Final = 20  # of the table; rendering one takes up to 1.5 ms
+_ROW_CHARACTERS: Final = 800  # of a row of the table, as far as its cost is that of characters
 # How the queues are sorted: a column of stats, the highest first, or by name.
 _SORTS: Final = {"": "Name", "ready_messages": "Ready", "dead_messages": "Dead", "oldest_age_seconds": "Oldest"}
 _TOTALS: Final = ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")
@@ -80,9 +75,7 @@ async def _table(call: Call, template: str) -> Response:
         "failing": sorted(each for each in context.sampler.failing if sees(*each)),
         "done": call.query.get("done", "")[:200],
     }
-    if len(shown) <= _FEW_ROWS:
-        return render(template, call.scope, **values)
-    return await run_in_thread(render, template, call.scope, **values)
+    return await run_beside(len(shown) * _ROW_CHARACTERS, render, template, call.scope, **values)
 
 
 class _Shown(Struct):
@@ -90,7 +83,6 @@ class _Shown(Struct):
 
     state: str = ""
     after: Annotated[int, Meta(ge=0, le=MAX_ID)] | None = None
-    range: str = "hour"
     done: str = ""
 
 
@@ -99,7 +91,7 @@ async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
     context, place, wanted, shown = call.context, place_of(call), Filter.of(call), parameters(call, _Shown)
     check_choice("state", shown.state or "ready", STATES)
-    check_choice("range", shown.range, RANGES)
+    samples = context.sampler.samples(place)
     found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
     async with open_queue(context, place, is_slow=True) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
@@ -129,37 +121,10 @@ async def queue(call: Call) -> Response:
         search_seconds=SEARCH_SECONDS,
         after=shown.after,
         groups=groups,
-        range=RANGES[shown.range],
-        slots=await _slots(context, place, shown.range),
+        samples=samples,
+        moments=[datetime.now(UTC) - timedelta(seconds=time.monotonic() - each.at) for each in samples],
         done=shown.done[:200],
     )
-
-
-async def _slots(context: Context, place: Place, range_: str) -> list[Recorded]:
-    """The recorded figures of a queue since the first; the samples in its first minutes.
-
-    None while the control database cannot be reached.
-    """
-    try:
-        async with context.databases.control() as connection:
-            slots = await depth_history.read_range(connection, place, RANGES[range_])
-    except (psycopg.Error, PoolTimeout, OSError):
-        return []
-    known = [number for number, slot in enumerate(slots) if slot.depth is not None]
-    if len(known) > 1:
-        return slots[known[0] :]
-    now, clock, history = datetime.now(UTC), time.monotonic(), context.sampler.history(place)
-    return [
-        Recorded(
-            now - timedelta(seconds=clock - each.at),
-            each.depth,
-            each.stats.dead_messages,
-            each.oldest_age,
-            each.incoming,
-            each.outgoing,
-        )
-        for each in (history.samples if history else ())
-    ]
 
 
 class _Message(Struct):

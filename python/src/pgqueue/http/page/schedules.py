@@ -12,8 +12,6 @@ from ..security.rights import ADMIN, SENDER, SUBSCRIBER, Need, current
 from .rendering import pretty_json, render
 from .requests import Pages, back_to, open_queue, place_of, read_form
 
-__all__ = ["ROUTES"]
-
 pages = Pages()
 ROUTES: Final = pages.routes
 _SEES: Final = Need(("consumer", "admin", "reader"))  # as in the API

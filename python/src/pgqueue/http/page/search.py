@@ -18,8 +18,6 @@ from ..calls import Call
 from ..decoding import convert
 from ..errors import ApiError
 
-__all__ = ["LOOK_LIMIT", "MAX_ID", "SEARCH_SECONDS", "STATES", "Filter", "Found", "error_groups", "find_ids", "search"]
-
 MAX_ID: Final = 2**63 - 1
 LOOK_LIMIT: Final = 10_000  # messages that a search looks at; the most that a verb shows
 SEARCH_SECONDS: Final = 5
@@ -69,7 +67,7 @@ _BOUND: Final = (
     "select set_config('jit', 'off', true), set_config('statement_timeout', least(s.setting::int,"
     f" {SEARCH_SECONDS * 1000})::text, true) from pg_settings s where s.name = 'statement_timeout'"
 ).encode()
-_TOO_LONG: Final = "The search took too long and was ended. An id or a header costs less than a JSON path."
+_TOO_LONG: Final = "The search took too long and was ended. An id costs less than a JSON path."
 
 Message = dict[str, Any]  # the columns of `_COLUMNS` and `_OWN_COLUMNS`
 
@@ -77,16 +75,12 @@ Message = dict[str, Any]  # the columns of `_COLUMNS` and `_OWN_COLUMNS`
 class Filter(Struct, frozen=True, omit_defaults=True):
     """What a message must have. Empty texts and None filter nothing.
 
-    `header` is the name of a header and `header_value` its value as text. `path` is a JSON path that must find a value
-    other than false and null in the payload. `error` is a part of the last error, in any case. `group` is the group of
-    the error, for dead letters.
+    `path` is a JSON path that must find a value other than false and null in the payload. `group` is the group of the
+    last error, for dead letters.
     """
 
     id: Annotated[int, Meta(ge=1, le=MAX_ID)] | None = None
-    header: str = ""
-    header_value: str = ""
     path: str = ""
-    error: str = ""
     group: str = ""
 
     @classmethod
@@ -100,14 +94,8 @@ class Filter(Struct, frozen=True, omit_defaults=True):
         first = "jsonb_path_query_first(m.payload, %s::jsonpath, '{}', true)"
         if self.id is not None:
             yield "m.id = %s", [self.id]
-        if self.header and self.header_value:
-            yield "m.headers ->> %s = %s", [self.header, self.header_value]
-        elif self.header:
-            yield "m.headers ? %s", [self.header]
         if self.path:
             yield f"coalesce({first} not in ('false'::jsonb, 'null'::jsonb), false)", [self.path]
-        if self.error:
-            yield "strpos(lower(m.last_error), lower(%s)) > 0", [self.error]
         if self.group:
             yield f"{_GROUP} = %s", [self.group]
 

@@ -11,8 +11,6 @@ from ..security.rights import NOTHING, current
 from .rendering import render
 from .requests import Pages, read_form
 
-__all__ = ["ROUTES"]
-
 pages = Pages()
 ROUTES: Final = pages.routes
 

@@ -1,8 +1,6 @@
-"""Admission of requests: the user by password, token or session, and the number of requests of a user."""
+"""Admission of requests: the user by password, token or session."""
 
 import re
-import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
@@ -17,8 +15,6 @@ from .sessions import Sessions
 from .tokens import KnownToken, Tokens
 from .users import Authenticator, User
 
-__all__ = ["Admission", "address_of", "safe_target"]
-
 _OPEN_PATHS: Final = {"/healthz", "/readyz", "/login"}
 _OPEN_PREFIX: Final = "/static/"
 # Programs use these, so a session, which the browser sends by itself, opens none of them.
@@ -28,20 +24,16 @@ _BASIC: Final = 'Basic realm="pgqueue", charset="UTF-8"'
 _BEARER: Final = 'Bearer realm="pgqueue"'
 _MOST_CHARACTERS: Final = 1024  # of a bearer token
 _TARGET: Final = re.compile(r"(?:[a-z_]+(?:/[a-z_]+)?)?(?:\?[!-~]*)?")
-_WINDOW_SECONDS: Final = 1
 
 
 class Admission:
-    """Recognizes the users of requests, and bounds their requests."""
+    """Recognizes the users of requests."""
 
-    def __init__(self, users: Mapping[str, User], tokens: Tokens, sessions: Sessions, most: int = 0) -> None:
+    def __init__(self, users: Mapping[str, User], tokens: Tokens, sessions: Sessions) -> None:
         self._users = users
         self.passwords = Authenticator({name: user.password_hash for name, user in users.items()})
         self._tokens = tokens
         self.sessions = sessions
-        self._most = most  # requests of a user in a window; 0: no limit
-        self._window = 0
-        self._requests: Counter[str] = Counter()  # in this window
 
     async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller | None:
         """The caller of a request; None if its path needs none.
@@ -54,19 +46,7 @@ class Admission:
         caller = await self._caller(scope, headers.get(b"authorization", b"").decode("latin-1"))
         if caller is None:
             raise self._refusal(scope, headers)
-        if self._most:
-            self._count(caller.name)
         return caller
-
-    def _count(self, user: str) -> None:
-        window = int(time.monotonic() / _WINDOW_SECONDS)
-        if window != self._window:
-            self._window, self._requests = window, Counter()
-        self._requests[user] += 1
-        if self._requests[user] > self._most:
-            message = f"the user sends more than {self._most} requests in a second: try again"
-            limit = f"{self._most} in a second"
-            raise ApiError(429, "too_many_requests", message, limit=limit, headers={"Retry-After": "1"})
 
     async def _caller(self, scope: Scope, authorization: str) -> Caller | None:
         token = session = None

@@ -15,8 +15,6 @@ from starlette.types import Scope
 from .admission import address_of
 from .rights import Caller, current
 
-__all__ = ["Audit"]
-
 logger = logging.getLogger("pgqueue.audit")
 
 _MOST_CHARACTERS: Final = 300

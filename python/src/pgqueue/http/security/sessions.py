@@ -9,8 +9,6 @@ from itsdangerous import BadData, URLSafeTimedSerializer
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-__all__ = ["Session", "Sessions"]
-
 _SIGNING: Final = {"digest_method": hashlib.sha256, "key_derivation": "hmac"}
 _MOST_ENDED: Final = 100_000  # sessions that are kept
 

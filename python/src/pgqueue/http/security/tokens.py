@@ -20,8 +20,6 @@ from psycopg_pool import PoolTimeout
 
 from .rights import Right, parse_rights
 
-__all__ = ["KnownToken", "Tokens", "create", "list_all", "revoke"]
-
 Connection = AsyncConnection[Any]
 
 _PREFIX: Final = "pgq_"  # by which scanners for leaked secrets recognize a token
@@ -97,7 +95,6 @@ class Tokens:
         self._connect = connect
         self._known: Mapping[bytes, KnownToken] | None = None  # by digest
         self._stale_at = 0.0
-        self._fails = False
         self._reading = asyncio.Lock()
 
     async def find(self, token: str) -> KnownToken | None:
@@ -109,18 +106,18 @@ class Tokens:
         return known if known is not None and time.monotonic() < known.until else None
 
     async def _all(self) -> Mapping[bytes, KnownToken]:
-        if self._known is not None and self._fails and self._reading.locked():
+        if self._known is not None and (time.monotonic() < self._stale_at or self._reading.locked()):
             return self._known
         async with self._reading:
             if self._known is None or time.monotonic() >= self._stale_at:
+                pause = _REFRESH_SECONDS
                 try:
                     self._known = await self._read()
-                    self._fails = False
                 except (psycopg.Error, PoolTimeout, OSError):
                     if self._known is None:
                         raise
-                    self._fails = True
-                self._stale_at = time.monotonic() + (_RETRY_SECONDS if self._fails else _REFRESH_SECONDS)
+                    pause = _RETRY_SECONDS
+                self._stale_at = time.monotonic() + pause
             return self._known
 
     async def _read(self) -> dict[bytes, KnownToken]:

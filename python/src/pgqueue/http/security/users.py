@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 import secrets
@@ -14,14 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..errors import ApiError
-from ..turns import Gate
 from .rights import Right
-
-__all__ = ["Authenticator", "User", "client_of", "hash_password", "is_hash"]
 
 _COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
-_MOST_WAITING: Final = 200  # passwords of a client for a user
+_MOST_WAITING: Final = 20  # different passwords of a client address
 _MAX_NAME_CHARACTERS: Final = 100  # of a name in the log
 _LONGEST: Final = 1024  # characters of the credentials in the header, in base64
 _KEY: Final = secrets.token_bytes(32)
@@ -63,84 +59,70 @@ def _matches(password: str, hashed: str) -> bool:
     return hmac.compare_digest(_derive(password, bytes.fromhex(salt), int(cost)), bytes.fromhex(key))
 
 
+def _digest(password: str) -> bytes:
+    return hashlib.blake2b(password.encode(), key=_KEY).digest()
+
+
 class Authenticator:
     """Verifies the name and password of `Authorization` headers.
 
     The right password of a user is remembered as a keyed digest when it is first verified, or if this process has
     hashed it, so that a request with it costs microseconds. The key is secret, so the time of a comparison of digests
-    tells nothing. Everything else is hashed: a wrong password and an unknown name take the same time.
-
-    One password is hashed at a time. Clients take turns, and so do the users for whom a client gives passwords; all
-    unknown names count as one. So a client that guesses keeps no other client and no other user out.
+    tells nothing. Everything else is hashed, one at a time: a wrong password and an unknown name take the same time.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
         self._digests = {name: _digests[hashed] for name, hashed in users.items() if hashed in _digests}
         self._decoy = f"scrypt:{_COST}:{secrets.token_hex(16)}:{secrets.token_hex(32)}"  # of no password
-        self._gate = Gate(1)
-        self._waiting: Counter[str] = Counter()  # passwords, by client and user
+        self._hashing = asyncio.Lock()
+        self._verifying: dict[tuple[str, bytes], asyncio.Task[bool]] = {}  # by name and digest of the password
+        self._waiting: Counter[str] = Counter()  # different passwords, by address
 
     async def user(self, authorization: str, address: str = "") -> str | None:
-        """The name of the user; None if there is no such user or the password is wrong.
-
-        Raises `ApiError` 429 if too many passwords of this client for this user wait to be verified.
-        """
-        name, password = _credentials(authorization)
-        return name if name is not None and await self.verify(name, password, address) else None
+        """The name of the user; None if there is no such user or the password is wrong. Raises as `verify` does."""
+        scheme, _, encoded = authorization.partition(" ")
+        if scheme.lower() != "basic" or len(encoded) > _LONGEST:
+            return None
+        try:
+            name, colon, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
+        except ValueError:  # not base64, or not UTF-8
+            return None
+        return name if colon and await self.verify(name, password, address) else None
 
     async def verify(self, name: str, password: str, address: str = "") -> bool:
-        """Whether this is the password of the user. Raises `ApiError` as `user` does."""
+        """Whether this is the password of the user.
+
+        Raises `ApiError` 429 if too many passwords of this address wait to be verified.
+        """
         digest = _digest(password)
         if self._knows(name, digest):
             return True
-        client = client_of(address)
-        turn = f"{client} {name if name in self._users else ''}"
-        if self._waiting[turn] >= _MOST_WAITING:
-            message = "too many passwords of this client wait to be verified: try again"
-            limit = f"{_MOST_WAITING} waiting for each client and user"
-            raise ApiError(429, "too_many_logins", message, "Authorization", None, limit, {"Retry-After": "1"})
-        self._waiting[turn] += 1
+        verifying = self._verifying.get((name, digest))
+        if verifying is None:
+            if self._waiting[address] >= _MOST_WAITING:
+                message = "too many passwords of this client wait to be verified: try again"
+                limit = f"{_MOST_WAITING} waiting for each client address"
+                raise ApiError(429, "too_many_logins", message, "Authorization", None, limit, {"Retry-After": "1"})
+            self._waiting[address] += 1
+            verifying = asyncio.create_task(self._verify(name, password, digest, address))
+            self._verifying[name, digest] = verifying
+        return await asyncio.shield(verifying)
+
+    async def _verify(self, name: str, password: str, digest: bytes, address: str) -> bool:
         try:
-            async with self._gate.turn(turn):
-                if self._knows(name, digest):  # another request has verified it meanwhile
-                    return True
+            async with self._hashing:
                 matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
-                if matches and name in self._users:
-                    self._digests[name] = digest
-                    return True
         finally:
-            self._waiting[turn] -= 1
-            if not self._waiting[turn]:
-                del self._waiting[turn]
+            del self._verifying[name, digest]
+            self._waiting[address] -= 1
+            self._waiting += Counter()  # drops what is 0
+        if matches and name in self._users:
+            self._digests[name] = digest
+            return True
         shown = name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:_MAX_NAME_CHARACTERS]}…"
         logger.warning("failed log-in from %s as %r", address or "?", shown)
         return False
 
     def _knows(self, name: str, digest: bytes) -> bool:
         return hmac.compare_digest(self._digests.get(name, b""), digest)
-
-
-def client_of(address: str) -> str:
-    """The client at an address. A client with IPv6 usually has all addresses of a network of 64 bits."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # of a Unix socket
-        return address
-    found = getattr(found, "ipv4_mapped", None) or found
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, 64), strict=False))
-
-
-def _digest(password: str) -> bytes:
-    return hashlib.blake2b(password.encode(), key=_KEY).digest()
-
-
-def _credentials(authorization: str) -> tuple[str | None, str]:
-    scheme, _, encoded = authorization.partition(" ")
-    if scheme.lower() != "basic" or len(encoded) > _LONGEST:
-        return None, ""
-    try:
-        name, colon, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
-    except ValueError:  # not base64, or not UTF-8
-        return None, ""
-    return (name, password) if colon else (None, "")

@@ -1,0 +1,69 @@
+"""The page that shows what `doctor` finds in every database."""
+
+import asyncio
+from collections import defaultdict
+from typing import Final
+
+import psycopg
+from psycopg_pool import PoolTimeout
+from starlette.responses import Response
+
+from ...client import AsyncQueues
+from ...message import Finding
+from ..calls import Call
+from ..context import Context
+from ..errors import from_database_error
+from ..sampling import Place
+from ..security.rights import ALL, Need, current, forbidden
+from ..settings import Service
+from .rendering import render
+from .requests import Pages
+
+pages = Pages()
+ROUTES: Final = pages.routes
+
+_SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
+_MAX_FINDINGS: Final = 50  # of a kind on the page
+
+
+@pages.get("/health", Need(("admin",), "some"))
+async def health(call: Call) -> Response:
+    """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
+    may, context = current().may, call.context
+    places = [
+        (each, name)
+        for each in context.settings.services.values()
+        for name in each.databases
+        if may(("admin",), each.id, name, ALL)
+    ]
+    if not places:
+        raise forbidden(("admin",), "all queues of a database")
+    checked = await asyncio.gather(*(_check(context, *place) for place in places))
+    # One finding, also of many queues: they are named together.
+    cards: dict[tuple[str, str], list[tuple[Place, Finding]]] = defaultdict(list)
+    for found, _ in checked:
+        for place, finding in found:
+            cards[finding.severity, finding.finding].append((place, finding))
+    return render(
+        "health.html",
+        call.scope,
+        cards=sorted(cards.items(), key=lambda card: _SEVERITIES.get(card[0][0], len(_SEVERITIES))),
+        most=_MAX_FINDINGS,
+        failing=[failure for _, failure in checked if failure is not None],
+    )
+
+
+async def _check(
+    context: Context, service: Service, database: str
+) -> tuple[list[tuple[Place, Finding]], tuple[str, str, str] | None]:
+    """The findings in one database, and why it could not be checked."""
+    try:
+        async with context.databases.target(service, database, is_slow=True) as connection:
+            found = await AsyncQueues(connection).doctor()
+            return [((service.id, database, each.queue_name or ""), each) for each in found], None
+    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+        return [], None  # pgqueue is not installed there yet
+    except psycopg.errors.InsufficientPrivilege:
+        return [], (service.id, database, "the role of the service may not call pgqueue.doctor()")
+    except (psycopg.Error, PoolTimeout, OSError) as error:
+        return [], (service.id, database, from_database_error(error).message)
