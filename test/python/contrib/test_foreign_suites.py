@@ -81,13 +81,13 @@ def test_kombus_integration_tests_pass(suites: Path, dsn: str) -> None:
 
 @pytest.mark.parametrize("file", ["test_canvas.py", "test_inspect.py", "test_security.py", "test_tasks.py"])
 def test_no_test_of_celery_fails_that_passes_with_redis(suites: Path, dsn: str, redis: int, file: str) -> None:
-    """These fail with both: `test_trace_log_arguments` of test_tasks.py wants log records that this pytest does not
-    have. `test_chord_header_id_duplicated_on_rabbitmq_msg_duplication` of test_canvas.py sends an object as a property,
-    which only AMQP drops.
+    """One of test_canvas.py fails with both: `test_chord_header_id_duplicated_on_rabbitmq_msg_duplication` sends an
+    object as a property, which only AMQP drops. `test_trace_log_arguments` of test_tasks.py is left out: it wants log
+    records that this pytest does not have, with each broker, and waits for ever if it runs alone.
     """
     [home] = suites.glob("celery-*")
     (home / "pgqueue_alias.py").write_text("import pgqueue.contrib.celery\n")
-    words = ["-p", "pgqueue_alias", "-p", "celery.contrib.pytest", "-W", "ignore"]
+    words = ["-p", "pgqueue_alias", "-p", "celery.contrib.pytest", "-W", "ignore", "-k", "not test_trace_log_arguments"]
     at = f"redis://127.0.0.1:{redis}"
     both = {"TEST_BACKEND": at, "REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis)}
     ours = both | {"TEST_BROKER": broker_url(dsn)}
