@@ -19,7 +19,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from spark import Database
 
-PARTITIONS = (1, 2, 4, 16)
 FINISH = """
     insert into pgqueue.unfiled_messages
         (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
@@ -101,42 +100,74 @@ class Usage:
             thread.join()
 
 
+def spent(database: "Database") -> tuple[float, float]:
+    """The seconds of CPU that the server and Spark, with its Python workers, have used, ended processes included."""
+    ((backend,),) = database.connection.execute("select pg_backend_pid()").fetchall()
+    server = psutil.Process(backend).parent()
+    assert server is not None
+    jvms = [process for process in psutil.Process().children(recursive=True) if process.name() == "java"]
+    found = []
+    for roots in ([server], jvms):
+        seconds = 0.0
+        for process in (one for root in roots for one in [root, *root.children(recursive=True)]):
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            seconds += times.user + times.system + times.children_user + times.children_system
+        found.append(seconds)
+    return found[0], found[1]
+
+
 def scale(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Read, write and stream the same messages by more and more partitions, beside JDBC."""
+    """Read, write and stream the same messages by several numbers of partitions, beside JDBC."""
     from spark import DOCUMENT, JDBC_QUERY, SCHEMA
 
     rows = options.scale_rows
     spark = database.spark
     figures: dict[str, Any] = {}
 
-    def note(partitions: int, name: str, rate: float, usage: Usage) -> None:
-        one = figures.setdefault(name, {}).setdefault(str(partitions), {"rates": [], "connections": 0, "worker_mb": 0})
+    def note(partitions: int, name: str, rate: float, usage: Usage, cpu: list[float]) -> None:
+        empty: dict[str, Any] = {"rates": [], "server_us": [], "spark_us": [], "connections": 0, "worker_mb": 0}
+        one = figures.setdefault(name, {}).setdefault(str(partitions), empty)
         one["rates"].append(round(rate))
+        for place, seconds in zip(("server_us", "spark_us"), cpu, strict=True):
+            one[place].append(round(seconds / rows * 1e6, 1))
         one["connections"] = max(one["connections"], usage.connections)
         one["worker_mb"] = max(one["worker_mb"], round(usage.worker_mb))
         console.print(
             f"[dim]{name}, {partitions} partitions: {rate:,.0f}/s, {usage.connections} connections,"
-            f" worker {usage.worker_mb:.0f} MB"
+            f" worker {usage.worker_mb:.0f} MB, CPU of a row {one['server_us'][-1]} + {one['spark_us'][-1]} µs"
         )
 
     def timed(partitions: int, name: str, run: Any) -> None:
         with Usage(database.dsn).watching() as usage:
+            before = spent(database)
             start = time.monotonic()
             run()
             took = time.monotonic() - start
-        note(partitions, name, rows / took, usage)
+            cpu = [now - then for now, then in zip(spent(database), before, strict=True)]
+        note(partitions, name, rows / took, usage, cpu)
 
     def read(partitions: int) -> None:
         given = {"dsn": database.dsn, "queue": "orders", "numPartitions": str(partitions)}
         frame = spark.read.format("pgqueue").schema(SCHEMA).options(**given).load()
         timed(partitions, "read", lambda: frame.write.format("noop").mode("overwrite").save())
 
-    def read_jdbc(partitions: int) -> None:
+    def jdbc(partitions: int) -> Any:
         ((low, high),) = database.connection.execute("select min(id), max(id) from pgqueue.messages").fetchall()
         more = {"partitionColumn": "id", "lowerBound": str(low), "upperBound": str(high)}
         settings = database.jdbc | {"dbtable": JDBC_QUERY, "fetchsize": "10000", "numPartitions": str(partitions)}
-        frame = spark.read.format("jdbc").options(**settings, **more).load()
-        timed(partitions, "read, JDBC", lambda: frame.write.format("noop").mode("overwrite").save())
+        return spark.read.format("jdbc").options(**settings, **(more if partitions > 1 else {})).load().write
+
+    def read_jdbc(partitions: int) -> None:
+        write = jdbc(partitions).format("noop").mode("overwrite")
+        timed(partitions, "read, JDBC", write.save)
+
+    def copy_jdbc(partitions: int) -> None:
+        database.fill(rows)
+        with tempfile.TemporaryDirectory() as home:
+            timed(partitions, "batch to Parquet, JDBC", lambda: jdbc(partitions).parquet(f"{home}/parquet"))
 
     def write(partitions: int) -> None:
         data = spark.range(0, rows, 1, partitions).selectExpr(DOCUMENT).cache()
@@ -146,7 +177,7 @@ def scale(database: "Database", options: argparse.Namespace, console: Console) -
         ours = data.write.format("pgqueue").option("dsn", database.dsn).option("queue", "orders").mode("append")
         theirs = named.write.format("jdbc").options(**settings).mode("append")
         turns = [("write", ours), ("write, JDBC", theirs)]
-        for name, writer in turns if partitions in (1, 4) else reversed(turns):
+        for name, writer in turns if partitions % 2 == number % 2 else reversed(turns):
             database.empty()
             timed(partitions, name, writer.save)
             assert database.count() == rows
@@ -173,16 +204,17 @@ def scale(database: "Database", options: argparse.Namespace, console: Console) -
     for number in range(options.scale_rounds + 1):
         if not number:  # The JVM compiles.
             rows = options.scale_rows // 10
-        order = PARTITIONS if number % 2 else tuple(reversed(PARTITIONS))
+        order = options.scale_partitions[:: 1 if number % 2 else -1]
         for partitions in order:
             write(partitions)
         for _ in range(1 if number == 0 else 2):
             database.fill(rows)
             for partitions in order:
-                read(partitions)
-                read_jdbc(partitions)
-        for partitions in order if number <= 1 else ():
-            stream(partitions)
+                for turn in (read, read_jdbc) if number % 2 else (read_jdbc, read):
+                    turn(partitions)
+        for partitions in order:
+            for turn in (stream, copy_jdbc) if number % 2 else (copy_jdbc, stream):
+                turn(partitions)
         if not number:
             figures.clear()
             rows = options.scale_rows

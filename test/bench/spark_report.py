@@ -82,10 +82,14 @@ def slow_tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[l
         rows = []
         for name, by_partitions in figures.items():
             for partitions, one in by_partitions.items():
-                faster = statistics.median(one["rates"]) / statistics.median(by_partitions["1"]["rates"])
+                first = next(iter(by_partitions.values()))
+                faster = statistics.median(one["rates"]) / statistics.median(first["rates"])
                 row = [name, partitions, spread(one["rates"]), f"{faster:.2f}"]
-                rows.append([*row, str(one["connections"]), str(one["worker_mb"])])
-        headings = ["", "partitions", "messages/s", "of one partition", "most connections", "MB of a worker"]
+                # Figures of November 2026 have no CPU.
+                cpu = [f"{statistics.median(one[at]):.1f}" if at in one else "" for at in ("server_us", "spark_us")]
+                rows.append([*row, *cpu, str(one["connections"]), str(one["worker_mb"])])
+        headings = ["", "partitions", "messages/s", "of the first", "CPU of the server, µs a row", "of Spark"]
+        headings += ["most connections", "MB of a worker"]
         yield title, headings, rows
     if "archive" in report:
         figures = report["archive"]["figures"]
