@@ -3705,36 +3705,10 @@ or null if the key is free. A key is free if its window has ended or its message
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
 other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
 
-create function pgqueue._move_dedup_key(
-    q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
-    moved int;
-begin
-    execute format('
-        update pgqueue.dedup_keys_%1$s k set id = $5, enqueued_at = $6
-        where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
-            and k.id = $4', slice)
-    using q.queue_id, period, key, old_id, new_id, at;
-    get diagnostics moved = row_count;
-    return moved = 1;
-end;
-$$;
-comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
-'Records another message, or another time, for a key. Returns false if old_id no longer has the key.';
-
 create function pgqueue._move_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], old_ids bigint[], new_ids bigint[], at timestamptz
 )
-returns void
+returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -3744,6 +3718,8 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
 as $$
+declare
+    moved int;
 begin
     -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
     execute format('
@@ -3758,12 +3734,15 @@ begin
         where k.ctid = c.place',
         pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period))
     using q.queue_id, period, keys, old_ids, new_ids, at;
+    get diagnostics moved = row_count;
+    return moved;
 end;
 $$;
 comment on function pgqueue._move_dedup_keys(
     pgqueue.queues, bigint, text[], bigint[], bigint[], timestamptz
 ) is
-'Gives keys to other messages. The caller has locked their rows, in the order of the keys.';
+'Records other messages, or another time, for keys, and returns for how many: not for those of which another message
+than the one in old_ids has the key. For several keys, the caller has locked the rows, in the order of the keys.';
 
 create function pgqueue._take_dedup_key(
     q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
@@ -3788,7 +3767,7 @@ begin
         if not found then
             earlier := pgqueue._read_dedup_keys(q, period, array[key], at, new_ids, gone, lock);
             holder := earlier.taken_ids[1];
-            if holder is null and pgqueue._move_dedup_key(q, period, key, earlier.found_ids[1], new_id, at) then
+            if holder is null and pgqueue._move_dedup_keys(q, period, array[key], earlier.found_ids[1:1], array[new_id], at) = 1 then
                 holder := new_id;
             end if;
         end if;
@@ -3881,7 +3860,7 @@ begin
             holders[e.n] := coalesce(
                 e.taken_by, pgqueue._take_dedup_key(q, period, e.key, e.id, at, ids, gone, replaces));
             if holders[e.n] <> e.id and period < latest then
-                perform pgqueue._move_dedup_key(q, latest, e.key, e.id, e.id, '-infinity');
+                perform pgqueue._move_dedup_keys(q, latest, array[e.key], array[e.id], array[e.id], '-infinity');
             end if;
         end loop;
     end loop;
@@ -3988,7 +3967,7 @@ language sql volatile
 as $$
     -- The order in which senders lock the rows of a key. A deleted row would break their order: the sender of a batch
     -- that has met the row would have to add it again, after rows of later keys.
-    select pgqueue._move_dedup_key(q, period, dedup_key, id, id, '-infinity')
+    select pgqueue._move_dedup_keys(q, period, array[dedup_key], array[id], array[id], '-infinity')
     from generate_series(
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at)),
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
