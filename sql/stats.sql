@@ -185,91 +185,67 @@ comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
 'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond. More than 20,000 rows
 of requeued_messages are not read.';
 
-create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
+create or replace function pgqueue._other_ids(
+    queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
+)
+returns table (id bigint)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    max_counted int;
-    deep_samples bigint;
 begin
-    foreach max_counted in array array[300, 10000] loop
-        select count(*) into messages
-        from (
-            select from pgqueue.scheduled_messages s
-            where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
-            order by s.id limit max_counted + 1
-        ) w;
-        estimated := messages > max_counted;
-        exit when not estimated;
-        select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
-        from pgqueue._sample_ranges(int8multirange(int8range(
-            (
-                select min(s.id) from pgqueue.scheduled_messages s
-                where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
-            ),
-            (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
-            '[]'))) t
-        cross join lateral (
-            select
-                count(*) as n,
-                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
-            from (
-                select s.id from pgqueue.scheduled_messages s
-                where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
-                order by s.id limit 16
-            ) w
-        ) p;
-        exit when deep_samples >= 4 and messages > 4 * 10000;
-    end loop;
+    if are_dead then
+        return query
+        select d.id from pgqueue.dead_messages d
+        where d.queue_name = _other_ids.queue_name and d.id >= from_id
+            and d.id <= coalesce(below_id - 1, 9223372036854775807)
+        order by d.id limit wanted;
+    else
+        return query
+        select s.id from pgqueue.scheduled_messages s
+        where s.queue_name = _other_ids.queue_name and s.id >= from_id
+            and s.id <= coalesce(below_id - 1, 9223372036854775807)
+        order by s.id limit wanted;
+    end if;
 end;
 $$;
-comment on function pgqueue._scheduled_count(text) is
-'Counts the rows of scheduled_messages up to 10,000, and estimates beyond.';
+comment on function pgqueue._other_ids(text, boolean, bigint, bigint, int) is
+'The first ids of a queue in dead_messages or scheduled_messages, from from_id to below_id, up to wanted.';
 
--- The same as _scheduled_count, for another table. A query with the name of the table as a value would be planned in
--- each call.
-create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
+create or replace function pgqueue._count_others(
+    queue_name text, are_dead boolean, out messages bigint, out estimated boolean
+)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    first_id constant bigint := pgqueue._first_id_of(queue_name);
     max_counted int;
     deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
-        select count(*) into messages
-        from (
-            select from pgqueue.dead_messages d
-            where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
-            order by d.id limit max_counted + 1
-        ) w;
+        select count(*) into messages from pgqueue._other_ids(queue_name, are_dead, first_id, null, max_counted + 1);
         estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
-            (
-                select min(d.id) from pgqueue.dead_messages d
-                where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
-            ),
-            (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            (select o.id from pgqueue._other_ids(queue_name, are_dead, first_id, null, 1) o),
+            case when are_dead
+                then (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _count_others.queue_name)
+                else (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _count_others.queue_name)
+            end,
             '[]'))) t
         cross join lateral (
             select
                 count(*) as n,
                 pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
-            from (
-                select d.id from pgqueue.dead_messages d
-                where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
-                order by d.id limit 16
-            ) w
+            from pgqueue._other_ids(queue_name, are_dead, t.from_id, t.below_id, 16) w
         ) p;
         exit when deep_samples >= 4 and messages > 4 * 10000;
     end loop;
 end;
 $$;
-comment on function pgqueue._dead_count(text) is
-'Counts dead letters up to 10,000, and estimates beyond.';
+comment on function pgqueue._count_others(text, boolean) is
+'Counts the dead letters or the rows of scheduled_messages of a queue up to 10,000, and estimates beyond.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -293,8 +269,8 @@ begin
     counted.dead := counted.dead + requeued.dead;
     counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
     counted.estimated := counted.estimated or requeued.estimated;
-    select * into scheduled from pgqueue._scheduled_count(q.name);
-    select * into dead from pgqueue._dead_count(q.name);
+    select * into scheduled from pgqueue._count_others(q.name, false);
+    select * into dead from pgqueue._count_others(q.name, true);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
