@@ -5569,25 +5569,6 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
 of ready messages, locked.';
 
-create function pgqueue._sweep_locked(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if exists (
-        select from pgqueue.requeued_messages r where r.held and r.queue_name = q.name and r.check_at >= since
-    ) then
-        return pgqueue._sweep_requeued(q, taken, at, wanted, since, true);
-    end if;
-    return '{}'::bigint[];
-end;
-$$;
-comment on function pgqueue._sweep_locked(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
-'Checks the messages that _record_locked_messages recorded. Returns up to wanted ids of ready messages, locked.';
-
 create function pgqueue._sweep_recent_and_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
@@ -5597,7 +5578,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    candidate_ids bigint[] := pgqueue._sweep_locked(q, taken, at, wanted, state.first_check_at);
+    candidate_ids bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
     visible_ids bigint[];
 begin
     if cardinality(candidate_ids) < wanted then
@@ -6634,9 +6615,9 @@ begin
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
     if cardinality(candidate_ids) < wanted then
-        candidate_ids := candidate_ids || pgqueue._sweep_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_requeued(
             q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
-            pgqueue._first_check_at_of(q.name, at));
+            pgqueue._first_check_at_of(q.name, at), true);
     end if;
     return candidate_ids;
 end;

@@ -304,9 +304,9 @@ begin
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
     if cardinality(candidate_ids) < wanted then
-        candidate_ids := candidate_ids || pgqueue._sweep_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_requeued(
             q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
-            pgqueue._first_check_at_of(q.name, at));
+            pgqueue._first_check_at_of(q.name, at), true);
     end if;
     return candidate_ids;
 end;
