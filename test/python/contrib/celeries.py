@@ -83,7 +83,7 @@ class Worker:
         self.journal = home / "journal"
         self.journal.touch()
         self.gate = home / "gate"  # tasks that are told so end only when it exists
-        environment = os.environ | {
+        self.environment = os.environ | {
             "BROKER_URL": broker_url(dsn),
             "JOURNAL": str(self.journal),
             "GATE": str(self.gate),
@@ -93,7 +93,7 @@ class Worker:
         name = f"w{os.urandom(4).hex()}@here"
         command = [sys.executable, "-m", "celery", "-A", "celery_tasks", "worker", "-n", name, "-l", "info", *words]
         with self.log.open("wb") as log:
-            self.process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self.process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         self.name = name
 
     def ready(self) -> "Worker":

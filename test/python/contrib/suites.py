@@ -44,7 +44,16 @@ def run(home: Path, dsn: str, *words: str, python: str = sys.executable, **varia
     paths = [str(home), str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     report = home / "report.xml"
-    options = ["-q", "-c", os.devnull, "--rootdir", str(home), "-o", "python_classes=test_*", f"--junit-xml={report}"]
+    options = [
+        "-q",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(home),
+        "-o",
+        "python_classes=test_* Bas*",
+        f"--junit-xml={report}",
+    ]
     plugins = ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [python, "-m", "pytest", *options, *plugins, *words],

@@ -1,6 +1,5 @@
 """Workers of Celery that end, lose the server, or hold many tasks; and other pools."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from celeries import Worker, broker_url, shop, worker
+from celeries import shop, worker
 from clients import PATIENCE, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
@@ -49,10 +48,6 @@ def starts(lines: list[str]) -> list[list[str]]:
 def wait_for_more(sent: list[str]) -> None:
     before = len(sent)
     wait_for(lambda: len(sent) > before + 20)
-
-
-def wait_for_line(running: Worker, line: str) -> None:
-    wait_for(lambda: line in running.lines())
 
 
 def test_a_task_of_ten_timeouts_runs_once(app: Any, database: str, name: str, tmp_path: Path) -> None:
@@ -135,21 +130,6 @@ def test_tasks_survive_restarts_of_the_server(own: EmbeddedServer, name: str, tm
         assert runs[long.id] == 1
 
 
-def test_a_worker_reconnects_each_time_its_connections_are_ended(
-    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
-) -> None:
-    with worker(database, tmp_path, "-c", "1", task_default_queue=name, task_acks_late=True) as running:
-        for _ in range(3):
-            connection.execute(
-                "select pg_terminate_backend(pid, 60000) from pg_stat_activity"
-                " where application_name = 'celery' and datname = current_database()"
-            )
-            assert app.send_task("celery_tasks.add", (1, 1), ignore_result=True)
-            task = app.send_task("celery_tasks.sleep", (0,), ignore_result=True)
-            wait_for_line(running, f"end {task.id}")
-        wait_for(lambda: app.control.ping(destination=[running.name], timeout=2))
-
-
 def test_two_versions_of_an_app_share_a_queue(
     app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
 ) -> None:
@@ -193,16 +173,11 @@ def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str,
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--address=127.0.0.1", f"--port={port}"]
-    variables = {
-        "BROKER_URL": broker_url(database),
-        "SETTINGS": repr({"task_default_queue": name}),
-        "FLOWER_UNAUTHENTICATED_API": "true",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    }
     with worker(database, tmp_path, "-c", "1", "-E", task_default_queue=name) as running:
         command = [sys.executable, "-m", "celery", "-A", "celery_tasks", "flower", *options]
         with (tmp_path / "flower.log").open("wb") as log:
-            flower = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=log)
+            environment = running.environment | {"FLOWER_UNAUTHENTICATED_API": "true"}
+            flower = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
 

@@ -22,7 +22,7 @@ import psycopg
 import pytest
 import pgqueue
 import pgqueue.contrib.celery
-from t.integration import common
+from t.integration.common import *
 
 @pytest.fixture
 def connection():
@@ -40,13 +40,6 @@ def failover_connection(connection):
 def invalid_connection():
     return kombu.Connection("pgqueue://nobody@localhost:1/none")
 
-class test_basic(common.BasicFunctionality): pass
-class test_exchanges(common.BaseExchangeTypes): pass
-class test_messages(common.BaseMessage): pass
-class test_time_to_live(common.BaseTimeToLive): pass
-class test_priority(common.BasePriority): pass
-class test_event_loop(common.BaseEventLoop): pass
-class test_failover(common.BaseFailover): pass
 """
 
 
