@@ -156,7 +156,8 @@ begin
     select w.* into f from pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') w where q.name = queue;
     return next is(f.finding, null, format('%s: doctor finds no wrong kind in messages of the queue and of plain SQL', k));
     insert into pgqueue.messages (queue_name, payload, kind) values (queue, '"wrong"', wrong);
-    for n in 1..3 loop
+    perform pgqueue.enqueue(queue, '"right"'); -- claims pass the id before
+    for n in 1..4 loop
         perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
     end loop;
     update pgqueue.sweep_state s set vacant_ids = int8multirange(int8range(null, m.id + 1)), first_id = m.id + 1
