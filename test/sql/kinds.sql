@@ -165,6 +165,7 @@ begin
     select w.* into f from pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') w where q.name = queue and w.finding = 'wrong_kind';
     return next is(f.severity, 'error', format('%s: doctor reports a message with a kind that the queue does not have', k));
     execute f.repair;
+    perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = queue; -- a sweep is due
     return next is(array(select c.payload from pgqueue.claim(queue) c), array['"wrong"'::jsonb], format('%s: a claim finds it after the repair', k));
 end;
 $$;
