@@ -10040,11 +10040,13 @@ returns table (table_name text, queue_name text)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    searched text;
 begin
     -- One index probe for each gap between the names of two queues, and one for each name found there. A scan over the
     -- rows of a queue would read those that were removed.
-    foreach table_name in array '{messages,scheduled_messages,dead_messages}'::text[] loop
-        return query execute format(
+    foreach searched in array '{messages,scheduled_messages,dead_messages}'::text[] loop
+        for table_name, queue_name in execute format(
             $query$
             with recursive names as (
                 select d.name as queue_name, lead(d.name) over (order by d.name) as below, false as is_found
@@ -10069,7 +10071,10 @@ begin
                 ) f
             )
             select %1$L, a.queue_name from names a where a.is_found
-            $query$, table_name);
+            $query$, searched)
+        loop
+            return next;
+        end loop;
     end loop;
 end;
 $$;
@@ -13635,6 +13640,28 @@ comment on function pgqueue._insert_by_transport() is
 'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
 cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
 
+create function pgqueue._add_legacy_headers()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    own constant jsonb := jsonb_strip_nulls(jsonb_build_object(
+        'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress));
+begin
+    if own <> '{}' and jsonb_typeof(new.headers::jsonb) = 'object' then
+        new.headers := (own || new.headers::jsonb)::text;
+    end if;
+    return new;
+exception when others then
+    -- The next trigger deals with headers that cannot be read.
+    return new;
+end;
+$$;
+comment on function pgqueue._add_legacy_headers() is
+'Trigger of a relation of flavor sqlserver: correlationid and replytoaddress become headers if the headers lack them.';
+
 create function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
@@ -13855,32 +13882,37 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create function pgqueue._relation_query(q pgqueue.queues, body_string boolean)
+create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
 language sql stable
 as $$
     select format(
-        'select m.transport_id as id, m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s m.transport_seq as seq from %s m'
+        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
         -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
         -- lookup by key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
         ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' then t.head else pgqueue.advance_transport(%3$L) end from %4$s t)'
+        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
         -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
         -- empty table would never call advance_transport, and no message would ever come due.
         ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' or pgqueue.advance_transport(%3$L) is not null from %4$s t)',
+        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
+        case when flavor = 'sqlserver' then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
         case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
+        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
-comment on function pgqueue._relation_query(pgqueue.queues, boolean) is
+comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
 'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
 transport deletes itself.';
 
 create function pgqueue._expose(
-    q pgqueue.queues, schema_name text, table_name text, body_string boolean, for_role name
+    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
 )
 returns text
 language plpgsql volatile
@@ -13937,12 +13969,18 @@ begin
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
-    execute format('create view %s as %s', relation, pgqueue._relation_query(q, body_string));
+    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
         ' execute function pgqueue._insert_by_transport(%L)', relation, q.name);
+    if flavor = 'sqlserver' then
+        -- Triggers fire in the order of their names.
+        execute format(
+            'create trigger add_legacy_headers instead of insert on %s for each row'
+            ' execute function pgqueue._add_legacy_headers()', relation);
+    end if;
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
@@ -13954,7 +13992,7 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, name) is
+comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
 'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
 returns its address.';
 
@@ -13996,6 +14034,7 @@ create function pgqueue.expose_transport(
     schema_name text default 'public',
     table_name text default null,
     body_string boolean default false,
+    flavor text default 'postgresql',
     caller pgqueue.caller default current_user
 )
 returns text
@@ -14016,11 +14055,14 @@ begin
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
+    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
+        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
+    end if;
     select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, caller);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
@@ -14030,20 +14072,20 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, pgqueue.caller) is
+comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
-seq; with body_string also bodystring, the body as text. An insert sends a message. It raises 23502 if id or headers are
-null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A null
-body becomes an empty one. Headers that are not a JSON object, or have characters that jsonb cannot represent, are kept
-as they came; pgqueue returns them as a JSON string, and its consumers reject the message. A delete takes messages as
-receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation
-shows messages that could be claimed, and
-expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated, as by
-create_queue, and its messages are moved and numbered under the same lock: expose it while it has few. The caller needs
-the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the
-relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken,
-and 42710 if the queue is already exposed.';
+seq; with body_string also bodystring, the body as text; with flavor sqlserver (default postgresql) also correlationid,
+replytoaddress, recoverable and rowversion, which is seq. An insert sends a message. It raises 23502 if id or headers
+are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A
+null body becomes an empty one. Headers that are not a JSON object, or have characters that jsonb cannot represent, are
+kept as they came; pgqueue returns them as a JSON string, and its consumers reject the message. A delete takes messages
+as receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The
+relation shows messages that could be claimed, and expired ones, which the transport deletes itself and which are not
+archived. The queue becomes dedicated, as by create_queue, and its messages are moved and numbered under the same lock:
+expose it while it has few. The caller needs the CREATE privilege on the schema, and gets all privileges on the
+relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023,
+PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
 create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean

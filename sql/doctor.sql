@@ -79,11 +79,13 @@ returns table (table_name text, queue_name text)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    searched text;
 begin
     -- One index probe for each gap between the names of two queues, and one for each name found there. A scan over the
     -- rows of a queue would read those that were removed.
-    foreach table_name in array '{messages,scheduled_messages,dead_messages}'::text[] loop
-        return query execute format(
+    foreach searched in array '{messages,scheduled_messages,dead_messages}'::text[] loop
+        for table_name, queue_name in execute format(
             $query$
             with recursive names as (
                 select d.name as queue_name, lead(d.name) over (order by d.name) as below, false as is_found
@@ -108,7 +110,10 @@ begin
                 ) f
             )
             select %1$L, a.queue_name from names a where a.is_found
-            $query$, table_name);
+            $query$, searched)
+        loop
+            return next;
+        end loop;
     end loop;
 end;
 $$;

@@ -102,6 +102,28 @@ comment on function pgqueue._insert_by_transport() is
 'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
 cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
 
+create or replace function pgqueue._add_legacy_headers()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    own constant jsonb := jsonb_strip_nulls(jsonb_build_object(
+        'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress));
+begin
+    if own <> '{}' and jsonb_typeof(new.headers::jsonb) = 'object' then
+        new.headers := (own || new.headers::jsonb)::text;
+    end if;
+    return new;
+exception when others then
+    -- The next trigger deals with headers that cannot be read.
+    return new;
+end;
+$$;
+comment on function pgqueue._add_legacy_headers() is
+'Trigger of a relation of flavor sqlserver: correlationid and replytoaddress become headers if the headers lack them.';
+
 create or replace function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer

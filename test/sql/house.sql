@@ -1,5 +1,5 @@
 begin;
-select plan(43);
+select plan(44);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -77,7 +77,7 @@ select results_eq(
     ('exchange', 'queue_name text, ids bigint[], claim_token uuid, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.exchanged'),
     ('expose_contract', 'schema_name text, caller pgqueue.caller', 2, 'boolean'),
     ('expose_subscriptions', 'schema_name text, table_name text, caller pgqueue.caller', 3, 'text'),
-    ('expose_transport', 'queue_name text, schema_name text, table_name text, body_string boolean, caller pgqueue.caller', 4, 'text'),
+    ('expose_transport', 'queue_name text, schema_name text, table_name text, body_string boolean, flavor text, caller pgqueue.caller', 5, 'text'),
     ('extend', 'queue_name text, id bigint, claim_token uuid, visibility_timeout interval', 1, 'boolean'),
     ('extend_batch', 'queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval', 1, 'SETOF bigint'),
     ('extend_claims', 'queue_name text, ids bigint[], claim_tokens uuid[], visibility_timeout interval', 1, 'SETOF pgqueue.settled_claim'),
@@ -182,6 +182,7 @@ select case
 end;
 
 select lives_ok($$ select pgqueue.expose_transport('house') $$, 'a queue is exposed to a transport');
+select lives_ok($$ select pgqueue.expose_transport(q.name, flavor => 'sqlserver') from pgqueue.create_queue('house_sqlserver') q $$, 'a second queue is exposed in the flavor sqlserver');
 
 select pgqueue.alter_queue('house', archive_for => '1 day') is not null as archives \gset
 select is_empty($$ select c.oid::regclass from pg_class c

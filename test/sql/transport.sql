@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(156);
+select plan(163);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -242,6 +242,19 @@ select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä',
 select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops a relation with a name of 63 bytes');
 select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, format('expose_transport refuses a relation name of %s bytes', octet_length(t))) from unnest(array['', repeat('ä', 32)]) t;
 select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'expose_transport refuses the schema ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
+-- The columns of the SQL Server transport.
+select pgqueue.create_queue('transport-sqlserver') is not null as made \gset
+select is(pgqueue.expose_transport('transport-sqlserver', body_string => true, flavor => 'sqlserver'), '"public"."transport-sqlserver"', 'expose_transport accepts the flavor sqlserver');
+select columns_are('public', 'transport-sqlserver', array['id', 'correlationid', 'replytoaddress', 'recoverable', 'expires', 'headers', 'body', 'bodystring', 'rowversion', 'seq'], 'the relation of flavor sqlserver has its own columns and, if requested, bodystring');
+insert into public."transport-sqlserver" (id, correlationid, headers, body) values (gen_random_uuid(), 'c', 'no json', 'x');
+select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '"no json"', 'a legacy column does not change unreadable headers');
+insert into public."transport-sqlserver" (correlationid, replytoaddress, recoverable, headers, body) values ('c1', 'r1', true, '{"x":"y"}', 'b'), ('c1', null, true, '{"NServiceBus.CorrelationId":"c2"}', 'b');
+select results_eq($$ select t.correlationid::text, t.replytoaddress::text, t.recoverable, t.rowversion = t.seq from public."transport-sqlserver" t order by t.rowversion $$,
+    $$ values ('c1', 'r1', true, true), ('c2', null, true, true) $$, 'the relation returns the legacy columns, and headers override them');
+select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'claim returns the legacy columns as headers');
+select throws_ok($$ insert into public."transport-sqlserver" (correlationid, headers) values ('c', null) $$, '23502', null, 'the relation of flavor sqlserver refuses headers that are null');
+select pgqueue.drop_queue('transport-sqlserver') as dropped \gset
+select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'expose_transport refuses an unknown flavor');
 select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'expose_transport refuses a null body_string');
 select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'expose_transport refuses a second relation for a queue');
 select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'expose_transport refuses the name of an existing relation');

@@ -360,7 +360,10 @@ stream_skip = Call(
 list_streams = Call(Stream, "list_streams", "", "queue_name text")
 drop_stream = Call(int, "drop_stream", "queue_name text, stream_name text")
 expose_transport = Call(
-    str, "expose_transport", "queue_name text", "schema_name text, table_name text, body_string boolean"
+    str,
+    "expose_transport",
+    "queue_name text",
+    "schema_name text, table_name text, body_string boolean, flavor text",
 )
 expose_subscriptions = Call(str, "expose_subscriptions", "", "schema_name text, table_name text")
 unexpose_subscriptions = Call(bool, "unexpose_subscriptions", "", "schema_name text, table_name text")

@@ -541,17 +541,19 @@ class AsyncQueue(_Calls):
         schema_name: str | None = None,
         table_name: str | None = None,
         body_string: bool | None = None,
+        flavor: str | None = None,
     ) -> str:
         """Create a relation over the queue that an NServiceBus transport can use as its own table.
 
         Its schema is `schema_name` (public), its name `table_name` (the queue's name). Returns the qualified name.
-        `body_string` (false) adds a column with the body as text. The queue becomes dedicated. A role needs rights on
-        the relation and `grant_access(role, "transport")` to use it.
+        `body_string` (false) adds a column with the body as text. `flavor` is `postgresql`, the default, or
+        `sqlserver`. The queue becomes dedicated. A role needs rights on the relation and `grant_access(role,
+        "transport")` to use it.
 
         Raises `InvalidArgument`, `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DuplicateTable`, `DuplicateObject`
         (the queue is already exposed) and `InsufficientPrivilege` (no right to create in the schema).
         """
-        return await self._one(_calls.expose_transport(self.name, schema_name, table_name, body_string))
+        return await self._one(_calls.expose_transport(self.name, schema_name, table_name, body_string, flavor))
 
     async def unexpose_transport(self) -> bool:
         """Drop the relation that `expose_transport` created. False if there is none. The queue keeps its messages.

@@ -129,6 +129,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "status": "'successful'",
         "tokens": "array[gen_random_uuid(), gen_random_uuid()]",
         "counts": "'{0,0}'",
+        "flavor": "'postgresql'",
         "access": "'producer'",
         "role_name": "'pgqueue_test_arguments'",
         "schema_name": "'public'",
