@@ -4709,19 +4709,10 @@ steps. Inlined.';
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
--- Most rows of such a range were removed. In the order of the ids each index entry reads its page again; a bitmap reads
--- each page once.
 create function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_indexscan = off
-set enable_indexonlyscan = off
-set enable_bitmapscan = on
-set enable_sort = on
-set jit = off
 as $$
 begin
     if q.kind is not null then
@@ -4995,25 +4986,6 @@ $$;
 comment on function pgqueue._record_if_old(pgqueue.queues) is
 'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
 standby, records nothing.';
-
-create function pgqueue._record_if_behind(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- In a queue with groups or priorities the register is no id.
-    if exists (
-        select from pgqueue.sweep_state s
-        where s.queue_name = q.name and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 4611686018427387903 - s.settled_id
-    ) then
-        perform pgqueue._record_if_old(q);
-    end if;
-end;
-$$;
-comment on function pgqueue._record_if_behind(pgqueue.queues) is
-'The same, if claims have passed a hundred ids since: a call that reads the queue would read the rows that were removed
-there, and the record reads their pages once.';
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
@@ -8757,9 +8729,10 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    state pgqueue.sweep_state;
-    fresh_from_id bigint;
-    pages_before bigint;
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    fresh_from_id constant bigint := greatest(
+        pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
+    pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;
     total int;
@@ -8776,10 +8749,6 @@ begin
         return 0;
     end if;
 
-    perform pgqueue._record_if_behind(q);
-    state := pgqueue._sweep_state_of(q.name, at);
-    fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
-    pages_before := pgqueue._pages_read(q);
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
@@ -9315,12 +9284,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    pages_before bigint;
-    s pgqueue.queue_stats;
+    pages_before constant bigint := pgqueue._pages_read(q);
+    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
 begin
-    perform pgqueue._record_if_behind(q);
-    pages_before := pgqueue._pages_read(q);
-    s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
         pgqueue._pages_read(q) - pages_before,
         s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
@@ -9436,12 +9402,11 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
-    pages_before bigint;
+    pages_before constant bigint := pgqueue._pages_read(q);
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
-    pages_before := pgqueue._pages_read(q);
+    perform pgqueue._require_untruncated_messages();
     select
         least(
             (

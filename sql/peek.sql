@@ -69,9 +69,10 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    state pgqueue.sweep_state;
-    fresh_from_id bigint;
-    pages_before bigint;
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    fresh_from_id constant bigint := greatest(
+        pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
+    pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;
     total int;
@@ -88,10 +89,6 @@ begin
         return 0;
     end if;
 
-    perform pgqueue._record_if_behind(q);
-    state := pgqueue._sweep_state_of(q.name, at);
-    fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
-    pages_before := pgqueue._pages_read(q);
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s

@@ -315,12 +315,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    pages_before bigint;
-    s pgqueue.queue_stats;
+    pages_before constant bigint := pgqueue._pages_read(q);
+    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
 begin
-    perform pgqueue._record_if_behind(q);
-    pages_before := pgqueue._pages_read(q);
-    s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
         pgqueue._pages_read(q) - pages_before,
         s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)

@@ -148,19 +148,10 @@ steps. Inlined.';
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
--- Most rows of such a range were removed. In the order of the ids each index entry reads its page again; a bitmap reads
--- each page once.
 create or replace function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_indexscan = off
-set enable_indexonlyscan = off
-set enable_bitmapscan = on
-set enable_sort = on
-set jit = off
 as $$
 begin
     if q.kind is not null then
@@ -434,22 +425,3 @@ $$;
 comment on function pgqueue._record_if_old(pgqueue.queues) is
 'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
 standby, records nothing.';
-
-create or replace function pgqueue._record_if_behind(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- In a queue with groups or priorities the register is no id.
-    if exists (
-        select from pgqueue.sweep_state s
-        where s.queue_name = q.name and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 4611686018427387903 - s.settled_id
-    ) then
-        perform pgqueue._record_if_old(q);
-    end if;
-end;
-$$;
-comment on function pgqueue._record_if_behind(pgqueue.queues) is
-'The same, if claims have passed a hundred ids since: a call that reads the queue would read the rows that were removed
-there, and the record reads their pages once.';

@@ -27,12 +27,11 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
-    pages_before bigint;
+    pages_before constant bigint := pgqueue._pages_read(q);
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
-    pages_before := pgqueue._pages_read(q);
+    perform pgqueue._require_untruncated_messages();
     select
         least(
             (

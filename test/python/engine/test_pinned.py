@@ -252,29 +252,3 @@ def test_calls_skip_removed_rows_one_second_after_the_last_write(
             connection.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
             assert buffers(connection, f"select * from {call}") <= 200, call
         assert not is_changed_by(READERS)
-
-
-def test_the_first_call_after_the_last_write_reads_pages_and_not_rows(empty_database: Callable[[], str]) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
-        connection.execute("select pgqueue.create_queue('orders', max_attempts => 100)")
-        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        pin.execute("select pg_current_xact_id()")
-        connection.execute(WORK.encode())
-        connection.execute("call work(20, 100)")
-        now = value(connection, "select clock_timestamp() + interval '2 s'")
-        connection.execute(
-            "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
-            f" as $$ select '{now}'::timestamptz $$".encode()
-        )
-        connection.execute("create table old as select * from pgqueue.sweep_state")
-        connection.execute("update old set settled_id = 0, first_id = 1, vacant_ids = '{(,1)}', recorded_at = 'epoch'")
-        for call in [*READERS[:2], READERS[3], "pgqueue.claim('orders')"]:
-            for _ in range(3):  # the first two also read the catalogs, for their plans
-                connection.execute("delete from pgqueue.sweep_state")
-                connection.execute("insert into pgqueue.sweep_state select * from old")
-                connection.execute("select setval(q.next_sweep_at, 1) from pgqueue.queues q")
-                read = buffers(connection, f"select * from {call}")
-            # Each of the 2,000 messages has two index entries that lead to different pages.
-            assert read <= 1500, call
