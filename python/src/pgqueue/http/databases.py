@@ -170,7 +170,8 @@ class _Pool:
                     raise
                 await _end_transaction(connection)
             finally:
-                if is_large:  # libpq would keep the memory
+                if is_large:  # libpq and the cursor would keep the memory
+                    connection.raw_cursor = None
                     await connection.close()
                 # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
                 await asyncio.shield(asyncio.create_task(self.connections.putconn(connection)))

@@ -73,7 +73,8 @@ class Edge:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._serve(inner, receive, response)
-        except TimeoutError:
+        except TimeoutError as error:
+            _forget_frames(error)
             limit = f"{self._seconds:g} s"
             message = f"the request took longer than {limit}"
             await response.fail(ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"}))
@@ -98,7 +99,8 @@ class Edge:
             scope["route"] = route
             require(route.need)
             await route.endpoint(Call(self._context, self._table, names, scope, headers, receive), response.send)
-        except ClientDisconnect:
+        except ClientDisconnect as error:
+            _forget_frames(error)
             await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it
         except Exception as error:
             if response.status:

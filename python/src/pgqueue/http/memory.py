@@ -67,4 +67,8 @@ async def run_beside(
     if size <= _LARGE:
         return function(*arguments, **more)
     call = partial(copy_context().run, function, *arguments, **more)
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    work = asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    try:
+        return await work
+    finally:
+        del work, call  # Its exception refers to this frame: both would keep the body for long.
