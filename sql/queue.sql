@@ -1,4 +1,4 @@
--- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
+-- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
 create or replace function pgqueue._public_queue(q pgqueue.queues)
@@ -139,6 +139,60 @@ $$;
 comment on function pgqueue._check_settings(pgqueue.queues) is
 'Raises 22023 for the first setting of a queue that is out of bounds.';
 
+create or replace function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    is_left boolean := false;
+begin
+    -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
+    -- lock, which serializes this call with other create_queue and drop_queue calls.
+    select queues.* into q from pgqueue.queues where queues.name = model.name;
+    if not found or pg_relation_filenode(q.fresh_from_id) is null
+        -- A session that drops the idle queue at this moment has the lock.
+        or q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name))
+    then
+        begin
+            perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
+            select queues.* into q from pgqueue.queues where queues.name = model.name;
+            if not found then
+                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
+                insert into pgqueue.sweep_state (queue_name) values (model.name) on conflict do nothing;
+                q.queue_id := pgqueue._take_number(model.name);
+                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
+                    if not model.priorities and coalesce(model.group_limit, model.max_in_flight) is null then
+                        dedicated := true;
+                        is_left := true;
+                    else
+                        perform pgqueue._drop_partition_left(q.queue_id);
+                    end if;
+                end if;
+                if dedicated and not is_left then
+                    perform pgqueue._create_partition(model.name, q.queue_id, pgqueue._shared_table(model)::regclass);
+                end if;
+            elsif pg_relation_filenode(q.fresh_from_id) is null then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+            end if;
+        exception
+            when lock_not_available then
+                perform pgqueue._raise_queue_busy(model.name, 'create_queue');
+            when serialization_failure then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+        end;
+    end if;
+    if q.name is null then
+        q.dedicated := dedicated;
+    end if;
+    return q;
+end;
+$$;
+comment on function pgqueue._reserve_queue(pgqueue.queues, boolean) is
+'The part of create_queue under the lock of the queue. Returns the queue of this name; if there is none, a row without a
+name, with the number of the new queue and whether it has a table of its own. Raises PQ004, 40001.';
+
 create or replace function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
     visibility_timeout interval default '30 s',
@@ -173,78 +227,36 @@ as $$
 declare
     q pgqueue.queues;
     model pgqueue.queues;
-    is_left boolean := false;
 begin
     if not pgqueue._is_name(queue_name) then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
-    if dedicated is null then
-        perform pgqueue._raise_invalid('dedicated', null, 'true or false');
-    end if;
-    if if_not_exists is null then
-        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
-    end if;
-    q.name := queue_name;
-    q.visibility_timeout := visibility_timeout;
-    max_attempts := pgqueue._stored_max_attempts(max_attempts);
-    q.max_attempts := max_attempts;
-    q.dlq_enabled := dlq_enabled;
-    q.dead_letter_expired := dead_letter_expired;
-    q.max_payload_bytes := max_payload_bytes;
-    q.backoff_base := backoff_base;
-    q.backoff_factor := backoff_factor;
-    q.backoff_max := backoff_max;
-    q.backoff_jitter := backoff_jitter;
-    q.archive_for := archive_for;
-    q.expires_after_idle := expires_after_idle;
-    q.dedup_window := dedup_window;
-    q.group_limit := group_limit;
-    q.on_dead := on_dead;
-    q.max_in_flight := max_in_flight;
-    q.rate_limit := rate_limit;
-    q.rate_period := rate_period;
-    q.priorities := priorities;
-    q.counters := counters;
-    q.dead_letter_to := dead_letter_to;
-    perform pgqueue._check_settings(q);
-    model := q;
-
-    -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
-    -- lock, which serializes this call with other create_queue and drop_queue calls.
-    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if not found or pg_relation_filenode(q.fresh_from_id) is null
-        -- A session that drops the idle queue at this moment has the lock.
-        or q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
-    then
-        begin
-            perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-            select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-            if not found then
-                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
-                insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
-                q.queue_id := pgqueue._take_number(queue_name collate "C");
-                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
-                    if not priorities and coalesce(group_limit, max_in_flight) is null then
-                        dedicated := true;
-                        is_left := true;
-                    else
-                        perform pgqueue._drop_partition_left(q.queue_id);
-                    end if;
-                end if;
-                if dedicated and not is_left then
-                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model)::regclass);
-                end if;
-            elsif pg_relation_filenode(q.fresh_from_id) is null then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-            end if;
-        exception
-            when lock_not_available then
-                perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
-            when serialization_failure then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-        end;
-    end if;
+    perform pgqueue._raise_invalid(b.name, null, 'true or false')
+    from (values ('dedicated', dedicated), ('if_not_exists', if_not_exists)) as b (name, value) where b.value is null;
+    model.name := queue_name;
+    model.visibility_timeout := visibility_timeout;
+    model.max_attempts := pgqueue._stored_max_attempts(max_attempts);
+    model.dlq_enabled := dlq_enabled;
+    model.dead_letter_expired := dead_letter_expired;
+    model.max_payload_bytes := max_payload_bytes;
+    model.backoff_base := backoff_base;
+    model.backoff_factor := backoff_factor;
+    model.backoff_max := backoff_max;
+    model.backoff_jitter := backoff_jitter;
+    model.archive_for := archive_for;
+    model.expires_after_idle := expires_after_idle;
+    model.dedup_window := dedup_window;
+    model.group_limit := group_limit;
+    model.on_dead := on_dead;
+    model.max_in_flight := max_in_flight;
+    model.rate_limit := rate_limit;
+    model.rate_period := rate_period;
+    model.priorities := priorities;
+    model.counters := counters;
+    model.dead_letter_to := dead_letter_to;
+    perform pgqueue._check_settings(model);
+    q := pgqueue._reserve_queue(model, dedicated);
     if q.name is not null then
         if not if_not_exists then
             perform pgqueue._raise_queue_exists(queue_name);
@@ -258,22 +270,18 @@ begin
 
     q := pgqueue._with_new_registers(q);
     insert into pgqueue.queues (
-        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
-        backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
-        fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period, priorities, counters, dead_letter_to
+        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
+        backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id, fresh_from_id,
+        sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for, expires_after_idle, dedup_window,
+        group_limit, on_dead, max_in_flight, rate_limit, rate_period, priorities, counters, dead_letter_to
     )
     values (
-        create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
-        create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
-        create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
-        create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until,
-        create_queue.archive_for,
-        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
-        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
-        create_queue.counters, create_queue.dead_letter_to
+        model.name, model.visibility_timeout, model.max_attempts, model.dlq_enabled, model.dead_letter_expired,
+        model.max_payload_bytes, model.backoff_base, model.backoff_factor, model.backoff_max, model.backoff_jitter,
+        q.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at,
+        q.first_due_at, q.waiting_until, model.archive_for, model.expires_after_idle, model.dedup_window,
+        model.group_limit, model.on_dead, model.max_in_flight, model.rate_limit, model.rate_period, model.priorities,
+        model.counters, model.dead_letter_to
     )
     returning * into q;
     if q.counters then
@@ -427,188 +435,6 @@ dead letters that the queue has; the name of the queue itself ends it, and the d
 and PQ004 if a longer transaction has altered the queue or uses it while messages would be moved, or if archiving would
 begin or end for the relation of a transport while a longer transaction uses that relation.';
 
-create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
-declare
-    q pgqueue.queues;
-begin
-    -- After this lock no other transaction uses the queue: earlier users have ended, and later ones wait and then find
-    -- the queue gone. lock_timeout limits the wait, as all new users of the queue wait behind this call while a long
-    -- transaction holds the lock.
-    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._get_locked_queue(queue_name);
-    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    return pgqueue._drop_queue(q);
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
-    return null;
-end;
-$$;
-comment on function pgqueue.drop_queue(pgqueue.queue_of_admin) is
-'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
-removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
-become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
-browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
-redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Queues whose dead_letter_to is this queue keep their dead letters from then on. Archived messages of the
-queue are kept under its name for its archive_for. The call removes everything in one transaction. If statement_timeout
-is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, and PQ004 if a longer transaction
-uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
-
-create or replace function pgqueue._drop_queue(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    removed bigint;
-begin
-    delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._call_queue_handlers('queue_dropping', q);
-    delete from pgqueue.dead_messages d where d.queue_name = q.name;
-    get diagnostics removed = row_count;
-    if q.dlq_enabled then
-        perform pgqueue._move_delayed_to_dead_letters(q);
-    end if;
-    removed := removed + pgqueue._remove_all_messages(q);
-    delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    execute format(
-        -- Another role can have a view of a register, which must not keep the queue.
-        'drop sequence %s, %s, %s, %s, %s cascade',
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
-    perform pgqueue._drop_counters(q.name);
-    return removed;
-end;
-$$;
-comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
-
-create or replace function pgqueue._remove_all_messages(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    message_ids bigint[];
-    n bigint;
-    removed bigint;
-begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id. Scheduled messages are
-    -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
-    delete from pgqueue.scheduled_messages s
-    where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
-    get diagnostics removed = row_count;
-    if q.dedicated then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, true);
-    end if;
-    message_ids := array(
-        select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(q.name, message_ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-    get diagnostics n = row_count;
-    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
-    return removed + n;
-end;
-$$;
-comment on function pgqueue._remove_all_messages(pgqueue.queues) is
-'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
-nothing, so it reads also what was removed long ago, and ids that were set by hand.';
-
-create or replace function pgqueue._purge_messages(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
-    -- count.
-    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
-    first_id constant bigint := coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
-    source refcursor;
-    slice record;
-    removed bigint := 0;
-begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
-    open source for
-        select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
-        from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id
-        order by s.id for update;
-    loop
-        select f.* into slice from pgqueue._fetch_slice(source) f;
-        exit when slice.ids = '{}';
-        -- By ctid: by key, a plan could use another index and read the whole queue through it for each.
-        delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places);
-        removed := removed + cardinality(slice.ids);
-        if not pgqueue._has_time() then
-            return removed;
-        end if;
-    end loop;
-    close source;
-    if truncates then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, false);
-    end if;
-    open source for
-        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id
-        order by m.id for update;
-    loop
-        select f.* into slice from pgqueue._fetch_slice(source) f;
-        exit when slice.ids = '{}';
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, slice.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-        removed := removed + cardinality(slice.ids);
-        exit when not pgqueue._has_time();
-    end loop;
-    close source;
-    return removed;
-end;
-$$;
-comment on function pgqueue._purge_messages(pgqueue.queues) is
-'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
-truncated.';
-
-create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
-begin
-    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
-exception when lock_not_available then
-    -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
-    -- several messages.
-    perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
-    return null;
-end;
-$$;
-comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
-'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
-statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
-once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
-if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
-
 create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -680,48 +506,3 @@ end;
 $$;
 comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
-
-create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
-comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
-'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
-
-create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    m pgqueue.messages;
-begin
-    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
-    -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with gone as ('
-        ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
-        pgqueue._partition_of(q))
-    using q.name, at;
-    for m in
-        delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
-        returning (pgqueue._as_message(s)).*
-    loop
-        perform pgqueue._add_undelivered_dead_letter(m, at);
-    end loop;
-end;
-$$;
-comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
-dropped.';

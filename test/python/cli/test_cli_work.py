@@ -411,7 +411,8 @@ def test_invalid_values_are_refused_before_anything_runs(options: list[str]) -> 
     assert "Invalid value" in done.err
     assert "Traceback" not in done.err
     if options in (["--concurrency", "0"], ["--prefetch", "x"], ["--mode", "steal"]):
-        assert f"Error: Invalid value for '{options[0]}': '{options[1]}'" in done.err
+        said = done.err.partition(f"Error: Invalid value for '{options[0]}': ")[2]
+        assert options[1] in said  # in quotes or not, as the version of typer has it
 
 
 # Stopping
