@@ -31,9 +31,9 @@ LABELS = {"service", "database", "queue", "operation", "route", "status", "kind"
 class NoQueues:
     """What the metrics read of a sampler."""
 
-    last_message_ids: ClassVar[list[Any]] = []
+    last_message_ids: ClassVar[dict[tuple[str, str], int]] = {}
 
-    def histories(self) -> list[Any]:
+    def all_samples(self) -> list[Any]:
         return []
 
 

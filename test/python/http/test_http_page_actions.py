@@ -259,7 +259,6 @@ def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
     assert texts(purged, DONE) == ["Purged: 4 messages"]
     assert sql.execute(figures, [name]).fetchall() == [(0, 2)]
     sql.execute("select pgqueue.enqueue(%s, '5')", [name])
-    sql.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
     asked = follow(web, purged, "Drop…")
     assert texts(asked, "h1") == [f"Drop {name}?"]
     assert texts(asked, "li") == ["1 ready message", "2 dead letters"]
