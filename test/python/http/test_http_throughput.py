@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from pgqueue import _listener
     from pgqueue.http import databases
-    from pgqueue.http.databases import Databases
+    from pgqueue.http.databases import LARGE_BYTES, Databases, as_json, fetch
     from pgqueue.http.sampling import Sample, Sampler, extended
     from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
@@ -138,6 +140,22 @@ async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
         assert await late
         assert sampler.samples(("one", sql.info.dbname, name))
     finally:
+        await made.close()
+
+
+async def test_a_large_statement_leaves_no_copy_of_its_body(dsn: str, sql: psycopg.Connection[Any]) -> None:
+    service = Service("one", dsn, (sql.info.dbname,))
+    made = Databases(Settings("", {"one": service}, {}))
+    body = b'"%s"' % (b"x" * LARGE_BYTES)
+    before = sys.getrefcount(body)
+    gc.disable()
+    try:
+        async with made.target(service, sql.info.dbname, is_large=True) as leased:
+            assert await fetch(leased, b"select length($1::jsonb::text)", as_json(body)) == [(len(body),)]
+        del leased
+        assert sys.getrefcount(body) == before
+    finally:
+        gc.enable()
         await made.close()
 
 
