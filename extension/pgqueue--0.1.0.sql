@@ -5690,43 +5690,21 @@ comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_st
 'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
-create function pgqueue._sweep(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
-)
-returns bigint[]
+create function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
+returns pgqueue.sweep_state
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     s pgqueue.sweep_state;
-    head_id bigint;
-    next_id bigint := pgqueue._register_value(q.sweep_resume_id);
-    start_id bigint;
-    end_id bigint;
-    started_at timestamptz;
-    candidate_ids bigint[] := taken;
-    id_range int8range;
-    span bigint;
-    below_id bigint;
-    page record;
-    spent_ids bigint[] := '{}'::bigint[];
-    has_more boolean := false;
-    passed_ids bigint[] := '{}'::bigint[];
-    is_far_below_fresh boolean;
-    is_full boolean := false;
-    was_short boolean;
-    pages_before bigint;
+    next_id constant bigint := pgqueue._register_value(q.sweep_resume_id);
 begin
-    -- For 50 ms, concurrent claims do not start another sweep.
-    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(q, at);
-
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
         -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
-            return candidate_ids;
+            return s;
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
@@ -5747,28 +5725,85 @@ begin
     then
         if pgqueue._record_vacant_ids(q, at, fresh_from_id) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
-            next_id := 0;
+            perform setval(q.sweep_resume_id, 1);
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._state_for_sweep(pgqueue.queues, timestamptz, bigint) is
+'The row of sweep_state of a queue, after vacant ids were recorded if that is due. Null if another session adds the
+row.';
 
+create function pgqueue._end_sweep(
+    q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    has_more boolean := false;
+begin
+    perform setval(q.sweep_resume_id, greatest(resume_id, 1));
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
+    -- If there may be more messages, the next claim continues the sweep at once.
+    perform setval(q.next_sweep_at, case when has_more or has_enough then 1 else pgqueue._to_micros(
+        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+end;
+$$;
+comment on function pgqueue._end_sweep(pgqueue.queues, timestamptz, boolean, bigint[], bigint) is
+'Removes some of the messages that a sweep has found without attempts left or expired, and sets where and when the next
+sweep starts: at once if this one has found enough, else after 20 times its duration.';
+
+create function pgqueue._sweep(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+    head_id bigint;
+    next_id bigint;
+    start_id bigint;
+    end_id bigint := fresh_from_id;
+    started_at timestamptz;
+    candidate_ids bigint[] := taken;
+    id_range int8range;
+    span bigint;
+    below_id bigint;
+    page record;
+    spent_ids bigint[] := '{}'::bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
+    is_far_below_fresh boolean;
+    is_full boolean := false;
+    pages_before bigint;
+begin
+    -- For 50 ms, concurrent claims do not start another sweep.
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms')), pgqueue._do_periodic_work(q, at);
+    s := pgqueue._state_for_sweep(q, at, fresh_from_id);
+    if s.queue_name is null then
+        return candidate_ids;
+    end if;
+    next_id := pgqueue._register_value(q.sweep_resume_id);
     started_at := pgqueue._now();
     pages_before := pgqueue._pages_read(q);
-    -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
-    -- pass. It stops early if it has found enough messages or the time is up.
+    -- From where the last sweep stopped up to fresh_from_id, and then from the head to that place: a full pass.
     head_id := pgqueue._first_possible_id(s);
-    if next_id < head_id or next_id >= fresh_from_id then
-        next_id := head_id;
-    end if;
+    next_id := case when next_id >= head_id and next_id < fresh_from_id then next_id else head_id end;
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
-        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
-        -- back or committed are found here, before the full pass reaches them.
+        -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     start_id := next_id;
-    end_id := fresh_from_id;
     <<round>>
     loop
         if next_id = head_id then
@@ -5789,19 +5824,14 @@ begin
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
                 select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
-                if cardinality(page.ids) = 1000 then
-                    below_id := page.ids[1000] + 1;
-                else
-                    span := pgqueue._next_span(span);
-                end if;
-                next_id := below_id;
+                next_id := coalesce(page.ids[1000] + 1, below_id);
+                span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;
                 if page.ready_ids is not null then
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
-                        -- The next sweep continues here.
-                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;
+                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
                     elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
                         passed_ids := passed_ids || page.ready_ids;
                     end if;
@@ -5814,7 +5844,6 @@ begin
         next_id := head_id;
         end_id := start_id;
     end loop;
-
     if cardinality(candidate_ids) < wanted then
         if not is_full and not is_far_below_fresh then
             candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
@@ -5825,19 +5854,9 @@ begin
         end if;
     end if;
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
-    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
-    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
-    -- Ready messages come first. What is left here is removed by later sweeps.
-    if spent_ids <> '{}' then
-        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
-    end if;
-    if has_more or cardinality(candidate_ids) >= wanted then
-        -- There may be more messages: the next claim continues the sweep at once.
-        perform setval(q.next_sweep_at, 1);
-    else
-        perform setval(q.next_sweep_at, pgqueue._to_micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
-    end if;
+    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
+        when cardinality(candidate_ids) >= wanted or pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
+            then next_id else 1 end);
     return candidate_ids;
 end;
 $$;
@@ -6656,7 +6675,6 @@ declare
     ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
-    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -6727,14 +6745,7 @@ begin
     if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
         perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
     end if;
-    -- Ready messages come first. What is left here is removed by later sweeps.
-    if spent_ids <> '{}' then
-        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
-    end if;
-    perform setval(q.sweep_resume_id, greatest(next_position, 1));
-    -- If there may be more messages, the next claim continues the sweep at once.
-    perform setval(q.next_sweep_at, case when has_more or cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
-        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
 $$;
@@ -10105,7 +10116,7 @@ $$;
 comment on function pgqueue._misplaced_messages() is
 'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
 
-create function pgqueue._installation_findings()
+create function pgqueue._server_findings()
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -10120,31 +10131,6 @@ begin
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
 
-    return query
-    select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
-        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
-        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
-        else
-            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
-                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
-        end
-    from pgqueue._orphaned_messages() o
-    cross join lateral (
-        select
-            pgqueue._is_name(o.queue_name) as is_valid,
-            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
-    ) n;
-
-    return query
-    select
-        'error', null::text, 'ids_above_sequence',
-        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
-        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
-    from pgqueue.queues d
-    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
-
     -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
     return query
     select
@@ -10152,21 +10138,6 @@ begin
         format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
-
-    return query
-    select
-        'warning', null::text, 'unfit_keys',
-        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
-        'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup();
-
-    return query
-    select
-        'error', null::text, 'sequence_cache',
-        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
-        'alter sequence pgqueue.message_id cache 1;'
-    from pg_sequence s
-    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
 
     return query
     select
@@ -10198,6 +10169,58 @@ begin
                 where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
             )
     ) c;
+end;
+$$;
+comment on function pgqueue._server_findings() is
+'What is wrong with the settings of the server, and what keeps vacuum from its work.';
+
+create function pgqueue._installation_findings()
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select f.* from pgqueue._server_findings() f;
+
+    return query
+    select
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
+        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            pgqueue._is_name(o.queue_name) as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
+    ) n;
+
+    return query
+    select
+        'error', null::text, 'ids_above_sequence',
+        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
+    from pgqueue.queues d
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
+
+    return query
+    select
+        'warning', null::text, 'unfit_keys',
+        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
+        'select pgqueue._install_key_lookup();'
+    where not pgqueue._has_current_key_lookup();
+
+    return query
+    select
+        'error', null::text, 'sequence_cache',
+        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
+        'alter sequence pgqueue.message_id cache 1;'
+    from pg_sequence s
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
 
     return query
     select
@@ -15905,6 +15928,35 @@ comment on function pgqueue.list_access() is
 for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
 after a restore without rows is not listed. Only the owner of the extension may call this.';
 
+create function pgqueue._unmanaged_relation_grants()
+returns table (grantee oid, object text, privileges text, grantor oid)
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
+    -- insert on the relations of all subscribers.
+    select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
+    from (
+        select
+            c.oid::regclass as relation, c.relowner, c.relacl,
+            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+        from pg_trigger g
+        join pg_class c on c.oid = g.tgrelid
+        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
+    ) v
+    cross join lateral aclexplode(v.relacl) as a
+    left join pg_roles r on r.oid = a.grantee
+    where a.grantee <> v.relowner
+        and not coalesce(case a.privilege_type
+            when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
+                or has_function_privilege(
+                    r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
+            else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
+        end, false)
+$$;
+comment on function pgqueue._unmanaged_relation_grants() is
+'The privileges on relations of transports that no access of their holder includes. grantor is null for the owner.';
+
 create function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding
 language sql stable
@@ -15940,14 +15992,6 @@ as $$
             pgqueue._rights_view(o.name) as rights_view, w.role_name, pgqueue._privileges_of(array[w.access]) as privilege
         from pgqueue.queues o
         join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
-    ),
-    relations as (
-        select
-            c.oid::regclass as relation, c.relowner, c.relacl,
-            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
-        from pg_trigger g
-        join pg_class c on c.oid = g.tgrelid
-        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
     ),
     past as (
         select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor
@@ -15991,19 +16035,7 @@ as $$
         cross join lateral aclexplode(n.nspacl) as a
         where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
         union all
-        -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
-        -- insert on the relations of all subscribers.
-        select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
-        from relations v
-        cross join lateral aclexplode(v.relacl) as a
-        left join pg_roles r on r.oid = a.grantee
-        where q.name is null and a.grantee <> v.relowner
-            and not coalesce(case a.privilege_type
-                when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
-                    or has_function_privilege(
-                        r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
-                else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
-            end, false)
+        select w.* from pgqueue._unmanaged_relation_grants() w where q.name is null
     )
     select
         'warning', null, 'unmanaged_grant',

@@ -140,7 +140,7 @@ $$;
 comment on function pgqueue._misplaced_messages() is
 'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
 
-create or replace function pgqueue._installation_findings()
+create or replace function pgqueue._server_findings()
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -155,31 +155,6 @@ begin
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
 
-    return query
-    select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
-        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
-        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
-        else
-            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
-                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
-        end
-    from pgqueue._orphaned_messages() o
-    cross join lateral (
-        select
-            pgqueue._is_name(o.queue_name) as is_valid,
-            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
-    ) n;
-
-    return query
-    select
-        'error', null::text, 'ids_above_sequence',
-        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
-        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
-    from pgqueue.queues d
-    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
-
     -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
     return query
     select
@@ -187,21 +162,6 @@ begin
         format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
-
-    return query
-    select
-        'warning', null::text, 'unfit_keys',
-        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
-        'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup();
-
-    return query
-    select
-        'error', null::text, 'sequence_cache',
-        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
-        'alter sequence pgqueue.message_id cache 1;'
-    from pg_sequence s
-    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
 
     return query
     select
@@ -233,6 +193,58 @@ begin
                 where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
             )
     ) c;
+end;
+$$;
+comment on function pgqueue._server_findings() is
+'What is wrong with the settings of the server, and what keeps vacuum from its work.';
+
+create or replace function pgqueue._installation_findings()
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select f.* from pgqueue._server_findings() f;
+
+    return query
+    select
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
+        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            pgqueue._is_name(o.queue_name) as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
+    ) n;
+
+    return query
+    select
+        'error', null::text, 'ids_above_sequence',
+        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
+    from pgqueue.queues d
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
+
+    return query
+    select
+        'warning', null::text, 'unfit_keys',
+        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
+        'select pgqueue._install_key_lookup();'
+    where not pgqueue._has_current_key_lookup();
+
+    return query
+    select
+        'error', null::text, 'sequence_cache',
+        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
+        'alter sequence pgqueue.message_id cache 1;'
+    from pg_sequence s
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
 
     return query
     select

@@ -479,6 +479,35 @@ comment on function pgqueue.list_access() is
 for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
 after a restore without rows is not listed. Only the owner of the extension may call this.';
 
+create or replace function pgqueue._unmanaged_relation_grants()
+returns table (grantee oid, object text, privileges text, grantor oid)
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
+    -- insert on the relations of all subscribers.
+    select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
+    from (
+        select
+            c.oid::regclass as relation, c.relowner, c.relacl,
+            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+        from pg_trigger g
+        join pg_class c on c.oid = g.tgrelid
+        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
+    ) v
+    cross join lateral aclexplode(v.relacl) as a
+    left join pg_roles r on r.oid = a.grantee
+    where a.grantee <> v.relowner
+        and not coalesce(case a.privilege_type
+            when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
+                or has_function_privilege(
+                    r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
+            else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
+        end, false)
+$$;
+comment on function pgqueue._unmanaged_relation_grants() is
+'The privileges on relations of transports that no access of their holder includes. grantor is null for the owner.';
+
 create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding
 language sql stable
@@ -514,14 +543,6 @@ as $$
             pgqueue._rights_view(o.name) as rights_view, w.role_name, pgqueue._privileges_of(array[w.access]) as privilege
         from pgqueue.queues o
         join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
-    ),
-    relations as (
-        select
-            c.oid::regclass as relation, c.relowner, c.relacl,
-            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
-        from pg_trigger g
-        join pg_class c on c.oid = g.tgrelid
-        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
     ),
     past as (
         select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor
@@ -565,19 +586,7 @@ as $$
         cross join lateral aclexplode(n.nspacl) as a
         where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
         union all
-        -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
-        -- insert on the relations of all subscribers.
-        select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
-        from relations v
-        cross join lateral aclexplode(v.relacl) as a
-        left join pg_roles r on r.oid = a.grantee
-        where q.name is null and a.grantee <> v.relowner
-            and not coalesce(case a.privilege_type
-                when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
-                    or has_function_privilege(
-                        r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
-                else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
-            end, false)
+        select w.* from pgqueue._unmanaged_relation_grants() w where q.name is null
     )
     select
         'warning', null, 'unmanaged_grant',

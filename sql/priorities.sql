@@ -334,7 +334,6 @@ declare
     ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
-    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -405,14 +404,7 @@ begin
     if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
         perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
     end if;
-    -- Ready messages come first. What is left here is removed by later sweeps.
-    if spent_ids <> '{}' then
-        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
-    end if;
-    perform setval(q.sweep_resume_id, greatest(next_position, 1));
-    -- If there may be more messages, the next claim continues the sweep at once.
-    perform setval(q.next_sweep_at, case when has_more or cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
-        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
 $$;

@@ -342,43 +342,21 @@ comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_st
 'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
-create or replace function pgqueue._sweep(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
-)
-returns bigint[]
+create or replace function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
+returns pgqueue.sweep_state
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     s pgqueue.sweep_state;
-    head_id bigint;
-    next_id bigint := pgqueue._register_value(q.sweep_resume_id);
-    start_id bigint;
-    end_id bigint;
-    started_at timestamptz;
-    candidate_ids bigint[] := taken;
-    id_range int8range;
-    span bigint;
-    below_id bigint;
-    page record;
-    spent_ids bigint[] := '{}'::bigint[];
-    has_more boolean := false;
-    passed_ids bigint[] := '{}'::bigint[];
-    is_far_below_fresh boolean;
-    is_full boolean := false;
-    was_short boolean;
-    pages_before bigint;
+    next_id constant bigint := pgqueue._register_value(q.sweep_resume_id);
 begin
-    -- For 50 ms, concurrent claims do not start another sweep.
-    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(q, at);
-
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
         -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
-            return candidate_ids;
+            return s;
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
@@ -399,28 +377,85 @@ begin
     then
         if pgqueue._record_vacant_ids(q, at, fresh_from_id) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
-            next_id := 0;
+            perform setval(q.sweep_resume_id, 1);
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._state_for_sweep(pgqueue.queues, timestamptz, bigint) is
+'The row of sweep_state of a queue, after vacant ids were recorded if that is due. Null if another session adds the
+row.';
 
+create or replace function pgqueue._end_sweep(
+    q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    has_more boolean := false;
+begin
+    perform setval(q.sweep_resume_id, greatest(resume_id, 1));
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
+    -- If there may be more messages, the next claim continues the sweep at once.
+    perform setval(q.next_sweep_at, case when has_more or has_enough then 1 else pgqueue._to_micros(
+        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+end;
+$$;
+comment on function pgqueue._end_sweep(pgqueue.queues, timestamptz, boolean, bigint[], bigint) is
+'Removes some of the messages that a sweep has found without attempts left or expired, and sets where and when the next
+sweep starts: at once if this one has found enough, else after 20 times its duration.';
+
+create or replace function pgqueue._sweep(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+    head_id bigint;
+    next_id bigint;
+    start_id bigint;
+    end_id bigint := fresh_from_id;
+    started_at timestamptz;
+    candidate_ids bigint[] := taken;
+    id_range int8range;
+    span bigint;
+    below_id bigint;
+    page record;
+    spent_ids bigint[] := '{}'::bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
+    is_far_below_fresh boolean;
+    is_full boolean := false;
+    pages_before bigint;
+begin
+    -- For 50 ms, concurrent claims do not start another sweep.
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms')), pgqueue._do_periodic_work(q, at);
+    s := pgqueue._state_for_sweep(q, at, fresh_from_id);
+    if s.queue_name is null then
+        return candidate_ids;
+    end if;
+    next_id := pgqueue._register_value(q.sweep_resume_id);
     started_at := pgqueue._now();
     pages_before := pgqueue._pages_read(q);
-    -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
-    -- pass. It stops early if it has found enough messages or the time is up.
+    -- From where the last sweep stopped up to fresh_from_id, and then from the head to that place: a full pass.
     head_id := pgqueue._first_possible_id(s);
-    if next_id < head_id or next_id >= fresh_from_id then
-        next_id := head_id;
-    end if;
+    next_id := case when next_id >= head_id and next_id < fresh_from_id then next_id else head_id end;
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
-        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
-        -- back or committed are found here, before the full pass reaches them.
+        -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     start_id := next_id;
-    end_id := fresh_from_id;
     <<round>>
     loop
         if next_id = head_id then
@@ -441,19 +476,14 @@ begin
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
                 select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
-                if cardinality(page.ids) = 1000 then
-                    below_id := page.ids[1000] + 1;
-                else
-                    span := pgqueue._next_span(span);
-                end if;
-                next_id := below_id;
+                next_id := coalesce(page.ids[1000] + 1, below_id);
+                span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;
                 if page.ready_ids is not null then
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
-                        -- The next sweep continues here.
-                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;
+                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
                     elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
                         passed_ids := passed_ids || page.ready_ids;
                     end if;
@@ -466,7 +496,6 @@ begin
         next_id := head_id;
         end_id := start_id;
     end loop;
-
     if cardinality(candidate_ids) < wanted then
         if not is_full and not is_far_below_fresh then
             candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
@@ -477,19 +506,9 @@ begin
         end if;
     end if;
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
-    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
-    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
-    -- Ready messages come first. What is left here is removed by later sweeps.
-    if spent_ids <> '{}' then
-        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
-    end if;
-    if has_more or cardinality(candidate_ids) >= wanted then
-        -- There may be more messages: the next claim continues the sweep at once.
-        perform setval(q.next_sweep_at, 1);
-    else
-        perform setval(q.next_sweep_at, pgqueue._to_micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
-    end if;
+    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
+        when cardinality(candidate_ids) >= wanted or pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
+            then next_id else 1 end);
     return candidate_ids;
 end;
 $$;
