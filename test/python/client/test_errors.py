@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -58,27 +59,28 @@ def test_every_sqlstate_of_the_extension_has_a_class(connection: psycopg.Connect
 def test_the_reference_has_the_errors_of_missing_rights_and_the_grants_that_repair_them(
     queue: Any, connection: psycopg.Connection[Any]
 ) -> None:
-    reference = (Path(__file__).parents[3] / "sql" / "REFERENCE.md").read_text()
+    role = f"shop_{uuid4().hex}"  # roles are common to the databases of a server
+    reference = (Path(__file__).parents[3] / "sql" / "REFERENCE.md").read_text().replace("shop", role)
     rows = [
         [cell.strip(" `") for cell in line.split("|")]
         for line in reference.split("### Missing rights")[1].split("\n## ")[0].splitlines()
         if line.startswith("| `")
     ]
     sends, reads = f"perform pgqueue.enqueue('{queue.name}', '1')", "perform from pgqueue.messages"
-    consumes = "select pgqueue.grant_access('shop', 'consumer')"
+    consumes = f"select pgqueue.grant_access('{role}', 'consumer')"
     trigger = """
-        create role shop;
+        create role {role};
         create table orders (id bigint);
-        grant insert on orders to shop;
-        create function send() returns trigger language plpgsql as $$ begin {}; return new; end $$;
+        grant insert on orders to {role};
+        create function send() returns trigger language plpgsql as $$ begin {body}; return new; end $$;
         create trigger send before insert on orders for each row execute function send();
-        {};
+        {granted};
     """
-    insert = "set local role shop; insert into orders values (1); reset role"
+    insert = f"set local role {role}; insert into orders values (1); reset role"
     cases = zip(rows, (sends, sends, reads), ("", consumes, consumes), strict=True)
     for (_, message, _, remedy, _), body, granted in cases:
         with connection.transaction(force_rollback=True):
-            connection.execute(trigger.format(body, granted).encode())
+            connection.execute(trigger.format(role=role, body=body, granted=granted).encode())
             with pytest.raises(psycopg.errors.InsufficientPrivilege) as refused, connection.transaction():
                 connection.execute(insert)
             assert (refused.value.diag.message_primary, refused.value.diag.message_hint) == (message, None)
