@@ -8783,7 +8783,7 @@ begin
             from (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= fresh_from_id
                 order by m.id limit max_records + 400
             ) w
             where w.is_ready and not pgqueue._is_locked(w.held_by)
@@ -8806,7 +8806,7 @@ begin
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 400
             ) c
             limit 400
@@ -8826,8 +8826,8 @@ begin
             q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, sample.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax);
+        where (m.kind = q.kind or m.kind is null) and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax)
+            and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         total := total + ready;
         if total = 0 and sample.stand_for > 1 then
             return 1;
@@ -9065,7 +9065,7 @@ begin
                     pgqueue._is_ready(m, at) as is_ready,
                     pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit max_counted + 1
             ) c
             limit max_counted + 1
@@ -9082,7 +9082,7 @@ begin
         ) d
         cross join lateral (
             select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
+            where (c.kind = q.kind or c.kind is null) and c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
             order by c.id desc limit 1
         ) m
         limit 1;
@@ -9113,7 +9113,7 @@ begin
                     pgqueue._is_ready(m, at) as is_ready,
                     pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
             ) w
         ) p;
@@ -9165,7 +9165,8 @@ begin
             pgqueue._is_ready(m, at) as is_ready,
             pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where (m.kind = q.kind or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
@@ -9344,6 +9345,7 @@ create function pgqueue.stats(
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off

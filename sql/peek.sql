@@ -103,7 +103,7 @@ begin
             from (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= fresh_from_id
                 order by m.id limit max_records + 400
             ) w
             where w.is_ready and not pgqueue._is_locked(w.held_by)
@@ -126,7 +126,7 @@ begin
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 400
             ) c
             limit 400
@@ -146,8 +146,8 @@ begin
             q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, sample.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax);
+        where (m.kind = q.kind or m.kind is null) and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax)
+            and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         total := total + ready;
         if total = 0 and sample.stand_for > 1 then
             return 1;

@@ -76,7 +76,7 @@ begin
                     pgqueue._is_ready(m, at) as is_ready,
                     pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit max_counted + 1
             ) c
             limit max_counted + 1
@@ -93,7 +93,7 @@ begin
         ) d
         cross join lateral (
             select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
+            where (c.kind = q.kind or c.kind is null) and c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
             order by c.id desc limit 1
         ) m
         limit 1;
@@ -124,7 +124,7 @@ begin
                     pgqueue._is_ready(m, at) as is_ready,
                     pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
             ) w
         ) p;
@@ -176,7 +176,8 @@ begin
             pgqueue._is_ready(m, at) as is_ready,
             pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where (m.kind = q.kind or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
@@ -355,6 +356,7 @@ create or replace function pgqueue.stats(
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
