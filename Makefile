@@ -167,7 +167,7 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 # which otherwise each of the test processes does.
 test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, JDBC, PostgreSQL 15 to 17, pg of Node
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
-	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
+	$(MAKE) --no-print-directory -j2 setup .cache/postgres/ready .cache/brokers/kombu && wait $$fetched || { wait; exit 1; }
 	@$(pytest) --numprocesses 0 --collect-only -qq > ../.cache/collected || { cat ../.cache/collected; exit 1; }
 
 test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache/brokers/ready  ## also fetch what only "make test-long" needs
@@ -199,7 +199,11 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 .cache/s3a/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py s3a && touch $@ || [ -z "$$CI" ]
 
-# Without the suites of kombu and Celery, their tests are skipped and say so; in continuous integration this is an error.
+# Without the suites of kombu, Celery and Django, their tests are skipped and say so; in continuous integration this is an
+# error.
+.cache/brokers/kombu: test/tools.py | .venv/ready
+	@$(python) test/tools.py kombu && touch $@ || [ -z "$$CI" ]
+
 .cache/brokers/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py brokers && touch $@ || [ -z "$$CI" ]
 

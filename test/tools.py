@@ -1,5 +1,5 @@
 """Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `group long`, `group bench`, `debs`,
-`browser`, `java`, `s3a`, `llvm`, `brokers`, `servers`.
+`browser`, `java`, `s3a`, `llvm`, `kombu`, `brokers`, `servers`.
 Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
@@ -58,7 +58,8 @@ REDIS: dict[str, str | None] = dict.fromkeys(
         "lua-cjson",
     )
 )
-BROKER_SUITES = ("kombu==5.7.0", "celery==5.7.0", "django==6.1.3", "django-tasks-db==0.13.0")
+KOMBU = "kombu==5.7.0"
+BROKER_SUITES = ("celery==5.7.0", "django==6.1.3", "django-tasks-db==0.13.0")
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -281,8 +282,13 @@ def llvm() -> None:
     fetch_debs(LLVM, "for the test of JIT compilation", "llvm")
 
 
+def kombu() -> None:
+    """Fetch the tests of kombu. pip reads the metadata of a source distribution by setuptools, which `dev` has."""
+    pip("download", "--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest", CACHE / "brokers", KOMBU)
+
+
 def brokers() -> None:
-    """Fetch the tests of kombu, Celery, Django and django-tasks-db, and a server of Redis for them."""
+    """Fetch the tests of Celery, Django and django-tasks-db, and a server of Redis for them."""
     home = fetch_debs(REDIS, "for the tests of Celery", "brokers").parent
     # Django 6 needs a later Python than the package. Only its tests are used.
     pip("download", "--no-deps", "--no-binary=:all:", "--ignore-requires-python", "--dest", home, *BROKER_SUITES)
@@ -368,5 +374,5 @@ if __name__ == "__main__":
     elif sys.argv[1] == "group":
         install(sys.argv[2])
     else:
-        steps = (debs, browser, java, s3a, llvm, brokers, servers)
+        steps = (debs, browser, java, s3a, llvm, kombu, brokers, servers)
         {step.__name__: step for step in steps}[sys.argv[1]]()

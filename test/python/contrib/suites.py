@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,21 +14,25 @@ from commands import NewDatabase
 
 import pgqueue
 
-__all__ = ["SUITES", "dsn", "run", "suites"]
+__all__ = ["SUITES", "dsn", "run", "unpacked"]
 
 SUITES = Path(__file__).parents[3] / ".cache/brokers"
 
 
 @pytest.fixture
-def suites(tmp_path: Path) -> Path:
-    """The source distributions, unpacked."""
-    if not SUITES.exists():
-        pytest.skip("the source distributions are missing: make test-long-tools")
-    for archive in SUITES.glob("*.tar.gz"):
-        with tarfile.open(archive) as tar:
-            wanted = [each for each in tar if not each.name.startswith("django-") or "/tests/tasks/" in each.name]
+def unpacked(tmp_path: Path) -> Callable[[str], Path]:
+    """Unpacks the source distribution of a project, and returns its directory."""
+
+    def unpack(project: str) -> Path:
+        archives = [*SUITES.glob(f"{project}-*.tar.gz")]
+        if not archives:
+            pytest.skip(f"the source distribution of {project} is missing: make test-long-tools")
+        with tarfile.open(archives[0]) as tar:
+            wanted = [each for each in tar if project != "django" or "/tests/tasks/" in each.name]
             tar.extractall(tmp_path, wanted, filter="data")
-    return tmp_path
+        return next(tmp_path.glob(f"{project}-*"))
+
+    return unpack
 
 
 @pytest.fixture
@@ -44,19 +49,10 @@ def run(home: Path, dsn: str, *words: str, python: str = sys.executable, **varia
     paths = [str(home), str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     report = home / "report.xml"
-    options = [
-        "-q",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(home),
-        "-o",
-        "python_classes=test_* Bas*",
-        f"--junit-xml={report}",
-    ]
+    options = ["-q", "-c", os.devnull, "--rootdir", home, "-o", "python_classes=test_* Bas*", f"--junit-xml={report}"]
     plugins = ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [python, "-m", "pytest", *options, *plugins, *words],
+        [python, "-m", "pytest", *map(str, options), *plugins, *words],
         cwd=home,
         env=environment,
         capture_output=True,

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from suites import dsn, run, suites
+from suites import dsn, run, unpacked
 
-__all__ = ["dsn", "suites"]
+__all__ = ["dsn", "unpacked"]
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("test/python/contrib/test_django.py", "test/python/contrib/test_django_tasks.py")
@@ -62,8 +63,8 @@ def test_all_holds_with_django_6(server: str, python: str) -> None:
 
 
 @pytest.mark.long(part="consumer")
-def test_the_tests_of_django_pass(suites: Path, dsn: str, python: str) -> None:
-    home = next(suites.glob("django-*")) / "tests"
+def test_the_tests_of_django_pass(unpacked: Callable[[str], Path], dsn: str, python: str) -> None:
+    home = unpacked("django") / "tests"
     paths = {"PYTHONPATH": str(ROOT / "python/src"), "DJANGO_ALLOW_ASYNC_UNSAFE": "1"}
     outcomes = run(home, dsn, "--pyargs", "django_suites", python=python, **paths)
     assert (len(outcomes), set(outcomes.values())) == (54, {"passed"})
