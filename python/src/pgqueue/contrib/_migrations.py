@@ -14,7 +14,7 @@ def check_settings(verb: Call[Any], settings: Mapping[str, Any]) -> None:
     known = list(verb.arguments)[1:]
     for name in settings:
         if name not in known:
-            raise TypeError(f"invalid setting {name!r} of {verb.function}; must be one of {', '.join(known)}")
+            raise TypeError(f"invalid setting {name!r} of {verb.function}; must be one of {', '.join(known) or 'none'}")
 
 
 def bound_to_queue(verb: Call[Any], queue_name: str, settings: Mapping[str, Any]) -> Bound[Any]:

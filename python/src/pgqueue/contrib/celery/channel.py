@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
-from queue import Empty
 from typing import Any, Final
 
 import psycopg
@@ -107,7 +106,7 @@ class Channel(virtual.Channel):
         if "x-message-ttl" in given and idle is None:
             raise ValueError(f"queue {queue!r} has x-message-ttl (message_ttl): give messages an expiration instead")
         if self._options.create_queues:
-            [info] = self._transport.session.run(
+            self._transport.session.run(
                 bound(
                     _calls.create_queue,
                     queue_name=self.name(queue),
@@ -119,9 +118,7 @@ class Channel(virtual.Channel):
             )
             if idle is not None:
                 self._drop_abandoned()
-            if self._transport.created.get(queue) != info.created_at:  # It is new, and has no bindings.
-                self.state.queue_bindings_delete(queue)
-                self._transport.created[queue] = info.created_at
+            self.state.queue_bindings_delete(queue)  # If it is new, it has none.
         elif not self._has_queue(queue):
             text = f"NOT_FOUND - no queue {self.name(queue)!r}, and the option create_queues is false"
             raise ChannelError(text, (50, 10), "Channel.queue_declare", "404")
@@ -205,14 +202,14 @@ class Channel(virtual.Channel):
             return
         topic = names.topic(self.typeof(exchange).type, exchange, routing_key or "")
         values = sent(message, self._get_message_priority(message), self._options)
-        self._send(bound(_calls.publish, topic=topic, **values._asdict()))
+        self._send(bound(_calls.publish, topic=topic, **values))
 
     def _put(self, queue: str, message: dict[str, Any], **_: Any) -> None:
         values = sent(message, self._get_message_priority(message), self._options)
         try:
-            self._send(bound(_calls.enqueue, queue_name=self.name(queue), **values._asdict()))
+            self._send(bound(_calls.enqueue, queue_name=self.name(queue), **values))
         except QueueNotFound:
-            if "task" in values.headers["headers"]:
+            if "task" in values["headers"]["headers"]:
                 raise
             _logger.debug("no queue %s: a message for it is dropped", queue)  # the reply to a client that is gone
 
@@ -274,11 +271,6 @@ class Channel(virtual.Channel):
             return message
         return None
 
-    def _get(self, queue: str, timeout: float | None = None) -> Any:  # noqa: ARG002  # of kombu
-        for raw in self.take(queue, 1, queue in self._no_ack):
-            return raw
-        raise Empty
-
     # Settling
 
     def basic_ack(self, delivery_tag: str, multiple: bool = False) -> None:
@@ -294,14 +286,13 @@ class Channel(virtual.Channel):
         """Return a message to the queue, with its attempt counted; or make it a dead letter."""
         self._settle(delivery_tag, "requeue" if requeue else "reject")
 
-    def release(self, raw: dict[str, Any]) -> None:
-        """Return a message that was taken and not delivered."""
-        if lease := self._leases.pop(raw["properties"]["delivery_tag"], None):
+    def release(self, tag: str) -> None:
+        """Return a message that is only held: its attempt is not counted."""
+        if lease := self._leases.pop(tag, None):
             self._claims.settle(lease, "release")
 
     def _restore(self, message: Any) -> None:
-        """Return a message that is only held: its attempt is not counted."""
-        self.release({"properties": {"delivery_tag": message.delivery_tag}})
+        self.release(message.delivery_tag)
 
     def _restore_at_beginning(self, message: Any) -> None:
         self._restore(message)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID, uuid4
 
 from kombu.utils.json import dumps
@@ -10,22 +10,11 @@ from kombu.utils.json import dumps
 from ...message import Message
 from .options import Options
 
-__all__ = ["Sent", "sent", "to_kombu"]
+__all__ = ["sent", "to_kombu"]
 
 
-class Sent(NamedTuple):
-    """The arguments of `enqueue` and `publish`."""
-
-    body: bytes
-    headers: dict[str, Any]
-    delay: timedelta | None
-    expires_in: timedelta | None
-    message_id: UUID | None
-    priority: int | None
-
-
-def sent(message: Mapping[str, Any], priority: int, options: Options) -> Sent:
-    """What to send for a message of kombu."""
+def sent(message: Mapping[str, Any], priority: int, options: Options) -> dict[str, Any]:
+    """The arguments of `enqueue` and `publish` for a message of kombu."""
     body, properties, headers = message["body"], dict(message["properties"]), message.get("headers") or {}
     for name in ("body_encoding", "delivery_tag"):
         properties.pop(name, None)
@@ -39,14 +28,14 @@ def sent(message: Mapping[str, Any], priority: int, options: Options) -> Sent:
     expiration = properties.get("expiration")
     # A task that has expired must reach a worker, which stores the result REVOKED.
     expires_in = None if is_task or expiration is None else timedelta(milliseconds=int(expiration))
-    return Sent(
-        body if isinstance(body, bytes) else body.encode(),
-        stored,
-        _delay(headers, options) if is_task else None,
-        expires_in,
-        _message_id(headers.get("id") or properties.get("correlation_id")),
-        priority or None,
-    )
+    return {
+        "body": body if isinstance(body, bytes) else body.encode(),
+        "headers": stored,
+        "delay": _delay(headers, options) if is_task else None,
+        "expires_in": expires_in,
+        "message_id": _message_id(headers.get("id") or properties.get("correlation_id")),
+        "priority": priority or None,
+    }
 
 
 def _delay(headers: Mapping[str, Any], options: Options) -> timedelta | None:

@@ -57,7 +57,6 @@ class Transport(virtual.Transport):
         self.session = Session(_conninfo(client), "celery", loads, dumps)
         self.claims = Claims(self.session, self.options.visibility, f"{socket.gethostname()}:{os.getpid()}")
         self.waiter = Waiter(self.session, self.options.polling_interval)
-        self.created: dict[str, Any] = {}  # when the declared queues were created
         self.next_look_for_abandoned = 0.0
         self._ready: set[str] = set()  # queues that may have a message
         self._look_at = self._claim_at = 0.0
@@ -154,7 +153,7 @@ class Transport(virtual.Transport):
                 if callback := self._callbacks.get(queue):
                     callback(message)
                 else:  # The callback of an earlier message has ended the consumer.
-                    channel.release(message)
+                    channel.release(message["properties"]["delivery_tag"])
                 is_delivered = True
         self._misses = 0 if is_delivered else self._misses
         return is_delivered

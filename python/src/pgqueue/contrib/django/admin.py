@@ -65,6 +65,12 @@ class _Place:
         """The address of a dead letter."""
         return str(reverse("admin:pgqueue_deadletter_letter", args=[self.using, self.name, id]))
 
+    def pretty(self, text: str) -> str:
+        """JSON with line breaks, by the database, which rounds no number."""
+        with connections[self.using].cursor() as cursor:
+            cursor.execute("select jsonb_pretty(%s::jsonb)", [text])
+            return str(cursor.fetchone()[0])
+
     def find(self, id: int) -> DeadMessage:
         """A dead letter. Raises `Http404`."""
         for letter in self.queue.browse_dead_messages(1, id - 1):
@@ -140,7 +146,9 @@ class DeadLetterAdmin(admin.ModelAdmin):
             "aliases": aliases,
             "place": place,
             "queues": [(one, _Place(using, one.queue_name).url()) for one in stats],
-            "letters": [(letter, place.letter_url(letter.id), _first_line(letter)) for letter in found],
+            "letters": [
+                (letter, place.letter_url(letter.id), (letter.last_error or "").partition("\n")[0]) for letter in found
+            ],
             "text": text,
             "next_url": next_after and place.url(q=text, after=next_after),
             **(extra_context or {}),
@@ -156,7 +164,7 @@ class DeadLetterAdmin(admin.ModelAdmin):
             letter = place.find(id)
         except DatabaseError as error:
             raise Http404(str(error)) from None
-        text = None if letter.payload is None else _pretty(letter.payload)
+        text = None if letter.payload is None else place.pretty(letter.payload)
         form = None if text is None or len(text) > _MOST_CHARACTERS else _PayloadForm(initial={"payload": text})
         if request.method == "POST":
             if request.POST.get("action") != "edit":
@@ -262,21 +270,3 @@ def _failures(letter: DeadMessage) -> list[dict[str, Any]]:
     """The failed attempts that consumers have recorded."""
     failures = _headers(letter).get(FAILURES)
     return [one for one in failures if isinstance(one, dict)] if isinstance(failures, list) else []
-
-
-def _first_line(letter: DeadMessage) -> str:
-    return (letter.last_error or "").partition("\n")[0]
-
-
-def _pretty(text: str) -> str:
-    """JSON with line breaks, unless Python would round one of its numbers."""
-    rounded: list[str] = []
-
-    def parse(number: str) -> float:
-        value = float(number)
-        if repr(value) != number:
-            rounded.append(number)
-        return value
-
-    pretty = json.dumps(json.loads(text, parse_float=parse), indent=2, ensure_ascii=False)
-    return text if rounded else pretty

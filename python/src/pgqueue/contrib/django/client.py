@@ -24,32 +24,6 @@ __all__ = ["DjangoQueue", "DjangoQueues", "queue", "queues"]
 T = TypeVar("T")
 
 
-def queue(
-    name: str,
-    using: str = DEFAULT_DB_ALIAS,
-    *,
-    json_loads: JsonLoads | None = None,
-    json_dumps: JsonDumps | None = None,
-) -> "DjangoQueue":
-    """A queue in the database of an alias, with the methods of `pgqueue.Queue`.
-
-    It holds no connection, so that a module can keep one for all threads. `json_loads` reads payloads and headers, from
-    bytes; `json_dumps` writes them, as text or bytes. The defaults are those of the module `json`; for dates, decimals
-    and UUIDs use `functools.partial(json.dumps, cls=django.core.serializers.json.DjangoJSONEncoder)`.
-    """
-    return DjangoQueue(name, using, json_loads=json_loads, json_dumps=json_dumps)
-
-
-def queues(
-    using: str = DEFAULT_DB_ALIAS, *, json_loads: JsonLoads | None = None, json_dumps: JsonDumps | None = None
-) -> "DjangoQueues":
-    """The verbs that concern the whole database of an alias, such as `publish` and `stats`: those of `pgqueue.Queues`.
-
-    The arguments are those of `queue`.
-    """
-    return DjangoQueues(using, json_loads=json_loads, json_dumps=json_dumps)
-
-
 class _OverDjango:
     """Runs bound calls by a cursor of Django.
 
@@ -98,7 +72,12 @@ class _OverDjango:
 
 
 class DjangoQueue(_OverDjango, Queue):  # type: ignore[override]  # the connection is a property
-    """One queue, by name, in the database of an alias. See `queue`."""
+    """A queue in the database of an alias, with the methods of `pgqueue.Queue`.
+
+    It holds no connection, so that a module can keep one for all threads. `json_loads` reads payloads and headers, from
+    bytes; `json_dumps` writes them, as text or bytes. The defaults are those of the module `json`; for dates, decimals
+    and UUIDs use `functools.partial(json.dumps, cls=django.core.serializers.json.DjangoJSONEncoder)`.
+    """
 
     __slots__ = ("using",)
 
@@ -130,22 +109,25 @@ class DjangoQueue(_OverDjango, Queue):  # type: ignore[override]  # the connecti
 
 
 class DjangoQueues(_OverDjango, Queues):  # type: ignore[override]
-    """The verbs that concern the whole database of an alias. See `queues`."""
+    """The verbs that concern the whole database of an alias, such as `publish` and `stats`: those of `pgqueue.Queues`.
+
+    The arguments are those of `DjangoQueue`.
+    """
 
     __slots__ = ("using",)
 
     def __init__(
-        self,
-        using: str = DEFAULT_DB_ALIAS,
-        *,
-        json_loads: JsonLoads | None = None,
-        json_dumps: JsonDumps | None = None,
+        self, using: str = DEFAULT_DB_ALIAS, *, json_loads: JsonLoads | None = None, json_dumps: JsonDumps | None = None
     ) -> None:
         self.using = using
         self._adapters = client_adapters(json_loads, json_dumps)
 
     def __repr__(self) -> str:
         return f"queues(using={self.using!r})"
+
+
+queue = DjangoQueue
+queues = DjangoQueues
 
 
 class _Cursor(ClientCursor[Any]):
