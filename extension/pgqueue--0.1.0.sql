@@ -3612,33 +3612,25 @@ uses the queue, or if a longer transaction or a dump keeps a dedicated table fro
 create function pgqueue._dedup_class(dedup_window interval)
 returns int
 language sql immutable parallel safe
+-- Periods of class 0 last an hour, of 1 a day, of 2 30 days: at least as long as the window.
 as $$
     select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
 $$;
-comment on function pgqueue._dedup_class(interval) is
-'The class of the periods for a window: 0 lasts an hour, 1 a day, 2 30 days. At least as long as the window. Inlined.';
 
 create function pgqueue._dedup_period(class int, at timestamptz)
 returns bigint
 language sql stable parallel safe
 as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
-comment on function pgqueue._dedup_period(int, timestamptz) is
-'The number of the period that contains a time. Inlined.';
 
 create function pgqueue._dedup_slice(class int, period bigint)
 returns int
 language sql immutable parallel safe
 as $$ select 3 * class + (period % 3)::int $$;
-comment on function pgqueue._dedup_slice(int, bigint) is
-'The number of the table that records the keys of a period. Each class has three tables, which take turns. Inlined.';
 
 create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
-comment on function pgqueue._end_of_dedup_window(pgqueue.queues, timestamptz) is
-'The end of the window of a key sent at a given time. With dedup_window 0 the key is taken while its message exists, at
-most 30 days.';
 
 create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
 returns void
@@ -3655,13 +3647,12 @@ begin
     where char_length(u.k) not between 1 and 255;
 end;
 $$;
-comment on function pgqueue._check_dedup(text[], text) is
-'Raises 22023 for a key that is empty or too long, and for an unknown on_duplicate. Null keys are allowed.';
 
 create function pgqueue._read_dedup_keys(
-    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
-    out found_keys text[], out found_ids bigint[], out taken_ids bigint[], out were_locked boolean
+    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[],
+    out key text, out id bigint, out is_taken boolean, out is_locked boolean
 )
+returns setof record
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -3672,24 +3663,12 @@ declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
-    -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
-    if lock then
-        execute format('
-            select from (select k from unnest($3) as k order by k collate "C") as u (key)
-            cross join lateral (
-                select from pgqueue.dedup_keys_%1$s c
-                where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
-                for update
-            ) l', slice)
-        using q.queue_id, period, keys;
-    end if;
-    -- `offset 0`, as the `for update` above, keeps the planner from a join that reads all keys of the queue.
-    execute format('
-        select array_agg(u.key), array_agg(k.id), array_agg(case
-            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s)
-            then k.id
-        end), bool_or(k.xmax <> 0)
+    -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
+    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue.
+    return query execute format('
+        select u.key, k.id,
+            pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
+            k.xmax <> 0
         from unnest($3) as u (key)
         cross join lateral (
             select c.id, c.enqueued_at, c.xmax from pgqueue.dedup_keys_%1$s c
@@ -3702,93 +3681,43 @@ begin
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
         end)
-    into found_keys, found_ids, taken_ids, were_locked
     using q, period, keys, at, new_ids, gone;
 end;
 $$;
-comment on function pgqueue._read_dedup_keys(
-    pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
-) is
-'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
-or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
-also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
-other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
+comment on function pgqueue._read_dedup_keys(pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[]) is
+'The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its message
+is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the caller is
+about to add. is_locked is false if no other transaction is changing the key.';
 
-create function pgqueue._move_dedup_keys(
-    q pgqueue.queues, period bigint, keys text[], old_ids bigint[], new_ids bigint[], at timestamptz
+create function pgqueue._write_dedup_keys(
+    q pgqueue.queues, period bigint, keys text[], ids bigint[], at timestamptz, free_ids bigint[]
 )
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_nestloop = on
-set enable_hashjoin = off
-set enable_mergejoin = off
-set jit = off
-as $$
-declare
-    moved int;
-begin
-    -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
-    execute format('
-        update pgqueue.dedup_keys_%1$s k set id = u.new_id, enqueued_at = $6
-        from unnest($3, $4, $5) as u (key, old_id, new_id)
-        cross join lateral (
-            select c.ctid as place from pgqueue.dedup_keys_%1$s c
-            where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
-                and c.id = u.old_id
-            offset 0
-        ) c
-        where k.ctid = c.place',
-        pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period))
-    using q.queue_id, period, keys, old_ids, new_ids, at;
-    get diagnostics moved = row_count;
-    return moved;
-end;
-$$;
-comment on function pgqueue._move_dedup_keys(
-    pgqueue.queues, bigint, text[], bigint[], bigint[], timestamptz
-) is
-'Records other messages, or another time, for keys, and returns for how many: not for those of which another message
-than the one in old_ids has the key. For several keys, the caller has locked the rows, in the order of the keys.';
-
-create function pgqueue._take_dedup_key(
-    q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
-    lock boolean
-)
-returns bigint
+returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 as $$
 declare
-    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
-    holder bigint;
-    earlier record;
+    written bigint[];
 begin
-    -- Another transaction can free the key, or take it over, between two of the statements. The loop then starts again.
-    while holder is null loop
-        insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-        values (slice, _take_dedup_key.period, q.queue_id, key, new_id, at)
-        on conflict do nothing
-        returning dedup_keys.id into holder;
-        if not found then
-            earlier := pgqueue._read_dedup_keys(q, period, array[key], at, new_ids, gone, lock);
-            holder := earlier.taken_ids[1];
-            if holder is null and pgqueue._move_dedup_keys(q, period, array[key], earlier.found_ids[1:1], array[new_id], at) = 1 then
-                holder := new_id;
-            end if;
-        end if;
-    end loop;
-    return holder;
+    with written_keys as (
+        insert into pgqueue.dedup_keys as k (slice, period, queue_id, dedup_key, id, enqueued_at)
+        select
+            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), _write_dedup_keys.period), _write_dedup_keys.period,
+            q.queue_id, u.key, u.id, at
+        from unnest(keys, ids) as u (key, id)
+        order by u.key collate "C"
+        on conflict on constraint dedup_keys_pkey do update set id = excluded.id, enqueued_at = excluded.enqueued_at
+        where k.id in (select f from unnest(free_ids) as f)
+        returning k.id
+    )
+    select coalesce(array_agg(w.id), '{}') into written from written_keys w;
+    return written;
 end;
 $$;
-comment on function pgqueue._take_dedup_key(
-    pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
-) is
-'Records a key for new_id if the key is free, and returns the message that has it afterwards. Waits for a transaction
-that has sent the same key.';
+comment on function pgqueue._write_dedup_keys(pgqueue.queues, bigint, text[], bigint[], timestamptz, bigint[]) is
+'Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of all
+keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.';
 
 create function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
@@ -3804,81 +3733,79 @@ declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
     present constant bigint := pgqueue._dedup_period(class, at);
     latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_dedup_window(q, at));
-    replaces constant boolean := on_duplicate = 'replace';
-    holders bigint[] := ids;
+    -- The keys that this call has or tries to take, each with the message that gets it, and those that others have.
+    own_keys text[];
+    own_ids bigint[];
+    lost_keys text[] := '{}';
+    lost_ids bigint[] := '{}';
+    open_keys text[];
+    open_ids bigint[];
     added bigint[];
-    missed text[];
-    freed text[];
-    found record;
-    free record;
-    e record;
+    are_locked boolean;
+    seen record;
 begin
+    select array_agg(k.key), array_agg(k.id) into own_keys, own_ids
+    from (
+        select u.key collate "C" as key, case on_duplicate when 'keep' then min(u.id) else max(u.id) end as id
+        from unnest(keys, ids) as u (key, id) where u.key is not null group by 1
+    ) k;
     -- The later period comes first: a message whose window begins in the next period is recorded only there.
     for period in reverse latest..present loop
-        -- All calls take keys in the same order, so that two of them cannot block each other.
-        with new_keys as (
-            insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-            select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
-            from unnest(keys, ids, holders) as u (key, id, holder)
-            where u.key is not null and u.id = u.holder
-            order by u.key collate "C", case when replaces then -u.id else u.id end
-            on conflict do nothing
-            returning dedup_keys.id
-        )
-        select array_agg(n.id) into added from new_keys n;
-        missed := array(
-            select distinct u.key collate "C" from unnest(keys, ids, holders) as u (key, id, holder)
-            where u.key is not null and u.id = u.holder and u.id not in (select i from unnest(added) as i)
-        );
-        continue when missed = '{}';
-
-        found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
-        if array_position(found.taken_ids, null) is not null then
-            -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
-            freed := array(
-                select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null);
-            -- One key needs no order. Without the lock, later calls see that nothing is changing it.
-            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, cardinality(freed) > 1);
-            perform pgqueue._move_dedup_keys(
-                q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
-            from (
-                select distinct on (k.key) k.key, k.old_id, u.id as new_id
-                from unnest(free.found_keys, free.found_ids, free.taken_ids) as k (key, old_id, taken_id)
-                join unnest(keys, ids, holders) as u (key, id, holder) on u.key = k.key
-                where k.taken_id is null and u.id = u.holder
-                order by k.key, case when replaces then -u.id else u.id end
-            ) f;
-            -- The others stay taken, even if their message is removed now. To lock one of them after the locks above
-            -- would break the order.
-            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, false);
-            select array_agg(k.key), array_agg(k.id) into found.found_keys, found.taken_ids
-            from (
-                select f.key, f.id from unnest(found.found_keys, found.taken_ids) as f (key, id)
-                where f.id is not null
-                union all
-                select f.key, f.id from unnest(free.found_keys, free.taken_ids) as f (key, id)
-            ) k;
+        -- All calls take keys in the same order, so that two of them cannot block each other. To replace a message, its
+        -- key is locked first. To keep it needs no lock.
+        are_locked := on_duplicate = 'replace';
+        if are_locked then
+            added := pgqueue._write_dedup_keys(q, period, own_keys, own_ids, at, '{}');
+        else
+            with new_keys as (
+                insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+                select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
+                from unnest(own_keys, own_ids) as u (key, id)
+                order by u.key collate "C"
+                on conflict do nothing
+                returning dedup_keys.id
+            )
+            select coalesce(array_agg(n.id), '{}') into added from new_keys n;
         end if;
-        for e in
-            select u.key, u.id, u.n, k.id as taken_by
-            from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
-            left join unnest(found.found_keys, found.taken_ids) as k (key, id) on k.key = u.key
-            where u.key in (select m from unnest(missed) as m) and u.id = u.holder
-            order by u.key collate "C", case when replaces then -u.id else u.id end
         loop
-            holders[e.n] := coalesce(
-                e.taken_by, pgqueue._take_dedup_key(q, period, e.key, e.id, at, ids, gone, replaces));
-            if holders[e.n] <> e.id and period < latest then
-                perform pgqueue._move_dedup_keys(q, latest, array[e.key], array[e.id], array[e.id], '-infinity');
+            select array_agg(u.key), array_agg(u.id) into open_keys, open_ids
+            from unnest(own_keys, own_ids) as u (key, id) where u.id not in (select a from unnest(added) as a);
+            exit when open_keys is null;
+            select
+                array_agg(r.id) filter (where r.is_taken and r.id = o.id) as own_ids,
+                array_agg(r.key) filter (where w.is_lost) as lost_keys,
+                array_agg(r.id) filter (where w.is_lost) as lost_ids,
+                array_agg(r.id) filter (where not r.is_taken) as free_ids
+            into seen
+            from pgqueue._read_dedup_keys(q, period, open_keys, at, ids, gone) r
+            join unnest(open_keys, open_ids) as o (key, id) on o.key = r.key collate "C"
+            cross join lateral (
+                select r.is_taken and r.id <> o.id and (are_locked or not r.is_locked) as is_lost
+            ) w;
+            added := added || seen.own_ids;
+            if seen.lost_keys is not null then
+                if period < latest then
+                    perform pgqueue._write_dedup_keys(
+                        q, latest, array_agg(u.key), array_agg(u.id), '-infinity', array_agg(u.id))
+                    from unnest(own_keys, own_ids) as u (key, id)
+                    where u.key collate "C" in (select k from unnest(seen.lost_keys) as k);
+                end if;
+                lost_keys := lost_keys || seen.lost_keys;
+                lost_ids := lost_ids || seen.lost_ids;
+                select array_agg(u.key), array_agg(u.id) into own_keys, own_ids
+                from unnest(own_keys, own_ids) as u (key, id)
+                where u.key collate "C" not in (select k from unnest(seen.lost_keys) as k);
+            elsif seen.own_ids is null then
+                -- Waits for transactions that are changing the keys.
+                added := added || pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, seen.free_ids);
+                are_locked := true;
             end if;
         end loop;
     end loop;
-    -- If several elements have one key, an element can have recorded as holder another element that lost the key later.
-    -- That element has recorded the present holder.
     return array(
-        select coalesce(o.holder, u.holder)
-        from unnest(holders) with ordinality as u (holder, n)
-        left join unnest(ids, holders) as o (id, holder) on o.id = u.holder
+        select coalesce(h.id, u.id)
+        from unnest(keys, ids) with ordinality as u (key, id, n)
+        left join unnest(own_keys || lost_keys, own_ids || lost_ids) as h (key, id) on h.key = u.key collate "C"
         order by u.n);
 end;
 $$;
@@ -3944,47 +3871,16 @@ comment on function pgqueue._replace_message(
 'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
 claimed it, if another transaction has locked it, or if it is gone.';
 
-create function pgqueue._settled_dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    period constant bigint := pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at);
-    k record;
-begin
-    k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', false);
-    if k.were_locked then
-        begin
-            k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', true);
-            -- Only an error releases the lock before the transaction ends. The caller does not change the key.
-            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
-        exception when sqlstate 'PQ004' then
-            null;
-        end;
-    end if;
-    return k.taken_ids[1];
-end;
-$$;
-comment on function pgqueue._settled_dedup_key_holder(pgqueue.queues, text, timestamptz) is
-'The message that has a key; null if the key is free. Waits for a transaction that gives the key to another message or
-frees it.';
-
 create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
 language sql volatile
 as $$
-    -- The order in which senders lock the rows of a key. A deleted row would break their order: the sender of a batch
-    -- that has met the row would have to add it again, after rows of later keys.
-    select pgqueue._move_dedup_keys(q, period, array[dedup_key], array[id], array[id], '-infinity')
+    -- In the order in which senders lock the rows of a key.
+    select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
     from generate_series(
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at)),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
-        -1
-    ) as period
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), -1) as period
 $$;
-comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is
-'Makes the key of a message free.';
 
 create function pgqueue._ended_dedup_tables(at timestamptz)
 returns setof regclass
@@ -4024,8 +3920,6 @@ begin
     perform pg_stat_force_next_flush();
 end;
 $$;
-comment on function pgqueue._truncate_dedup_keys(timestamptz) is
-'Truncates the tables of dedup_keys whose period has ended, except those that are in use.';
 
 create function pgqueue._on_maintenance_due_dedup(at timestamptz)
 returns void
@@ -4047,8 +3941,6 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
-'Requests the truncation of the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
@@ -4309,9 +4201,12 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select pgqueue._settled_dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        select k.id into new_id
         from pgqueue.queues q
-        where q.name = _enqueue_deduplicated.queue_name collate "C"
+        cross join lateral pgqueue._read_dedup_keys(
+            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+            array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
+        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
             and pgqueue._has_fast_path(
                 q, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
                 _enqueue_deduplicated.body);
@@ -13493,9 +13388,11 @@ begin
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
     perform pgqueue._check_dedup(array[dedup_key], 'keep');
-    id := (pgqueue._read_dedup_keys(
-        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
-    )).taken_ids[1];
+    id := (
+        select k.id
+        from pgqueue._read_dedup_keys(
+            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}') k
+        where k.is_taken);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;

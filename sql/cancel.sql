@@ -56,9 +56,11 @@ begin
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
     perform pgqueue._check_dedup(array[dedup_key], 'keep');
-    id := (pgqueue._read_dedup_keys(
-        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
-    )).taken_ids[1];
+    id := (
+        select k.id
+        from pgqueue._read_dedup_keys(
+            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}') k
+        where k.is_taken);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;

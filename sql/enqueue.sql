@@ -258,9 +258,12 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select pgqueue._settled_dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        select k.id into new_id
         from pgqueue.queues q
-        where q.name = _enqueue_deduplicated.queue_name collate "C"
+        cross join lateral pgqueue._read_dedup_keys(
+            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+            array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
+        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
             and pgqueue._has_fast_path(
                 q, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
                 _enqueue_deduplicated.body);

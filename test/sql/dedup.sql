@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(115);
+select plan(116);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -177,6 +177,9 @@ select pgqueue.enqueue('dedup-turn', '0', dedup_key => 'k') as holder_id \gset
 select pg_temp.at('2030-01-01 12:57:00') \g /dev/null
 select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-turn', '{1,2}'::jsonb[], dedup_keys => '{k,k}') e), array[:holder_id, :holder_id]::bigint[], 'all elements of a batch with a taken key get its id, also shortly before a period ends');
 select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-turn', '{3,4}'::jsonb[], dedup_keys => '{k,k}', on_duplicate => 'replace') e), array[:holder_id, :holder_id]::bigint[], 'all elements of a batch that replaces a message get its id, also shortly before a period ends');
+select pg_temp.at('2030-01-01 13:00:30') \g /dev/null
+select pgqueue.enqueue('dedup-turn', '5', dedup_key => 'k') as turn_id \gset
+select is((select m.payload from pgqueue.messages m where m.id = :turn_id), '5', 'a taken key is free after its window, also if it was sent again shortly before the period ended');
 select pg_temp.at('2030-01-01 12:00:00') \g /dev/null
 select pgqueue.create_queue('dedup-group', group_limit => 1, dedup_window => '0') \g /dev/null
 select pgqueue.enqueue('dedup-group', '"v1"', group_key => 'a', dedup_key => 'k') as waiting_id \gset
