@@ -3955,11 +3955,7 @@ as $$
         else headers
     end
 $$;
-comment on function pgqueue._with_group_and_priority(jsonb, text, int) is
-'The headers of a message with its group and its priority, which are the headers pgqueue.group and pgqueue.priority.
-Unchanged if both are null, or if they are no object, which _check_content refuses. Inlined.';
-
-create function pgqueue._check_group_keys(group_keys text[])
+create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -3969,42 +3965,12 @@ begin
         pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
     from unnest(group_keys) with ordinality as u (k, n)
     where char_length(u.k) not between 1 and 255;
-end;
-$$;
-comment on function pgqueue._check_group_keys(text[]) is
-'Raises 22023 for a group_key that is empty or too long. Null keys are allowed.';
-
-create function pgqueue._check_priorities(priorities int[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
     perform pgqueue._raise_invalid(
         pgqueue._element('priority', u.n, cardinality(priorities)), u.p::text, 'an integer from 0 to 9')
     from unnest(priorities) with ordinality as u (p, n)
     where u.p not between 0 and 9;
 end;
 $$;
-comment on function pgqueue._check_priorities(int[]) is
-'Raises 22023 for a priority that is out of bounds. Null is allowed.';
-
-create function pgqueue._with_groups_and_priorities(headers jsonb[], group_keys text[], priorities int[])
-returns jsonb[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._check_group_keys(group_keys), pgqueue._check_priorities(priorities);
-    return array(
-        select pgqueue._with_group_and_priority(u.h, u.k, u.p)
-        from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
-        order by u.n
-    );
-end;
-$$;
-comment on function pgqueue._with_groups_and_priorities(jsonb[], text[], int[]) is
-'The headers of a batch, each with the group and the priority of its message. Raises 22023.';
 
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
@@ -4040,10 +4006,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb, bigint, int) is
-'Checks payload, body and headers of the message at a place of a batch of so many messages. Raises 22023 unless exactly
-one of payload and body is given and headers is an object or null, and PQ003 if the payload or body exceeds
-max_payload_bytes or headers exceeds 64 KB.';
 
 create function pgqueue._check_enqueue(
     delay interval, expires_in interval, place bigint default 1, messages int default 1
@@ -4061,77 +4023,23 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_enqueue(interval, interval, bigint, int) is
-'Raises 22023 for a delay, that of the message at a place of a batch, or an expires_in that is out of bounds.';
-
-create function pgqueue._enqueue(
-    queue_name text,
-    payload jsonb,
-    delay interval,
-    headers jsonb,
-    expires_in interval,
-    message_id uuid,
-    body bytea
-)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    new_id bigint;
-begin
-    perform pgqueue._check_enqueue(delay, expires_in);
-    perform pgqueue._check_content(q, payload, body, headers);
-    if pgqueue._is_maintenance_due(at) then
-        perform pgqueue._do_maintenance(at);
-    end if;
-    -- enqueue_batch and sink_commit contain these two inserts with another source. publish contains the second.
-    if delay > interval '0' then
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        values (
-            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            message_id, payload, body, headers
-        )
-        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then scheduled_messages.id end into new_id;
-        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
-    else
-        insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
-        )
-        values (
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers, q.kind
-        )
-        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
-        perform pgqueue._wake_if_waiting(q, at);
-    end if;
-    return new_id;
-end;
-$$;
-comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
-that its fast path does not handle.';
-
-create function pgqueue._has_fast_path(
-    q pgqueue.queues, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+create function pgqueue._is_valid(
+    q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 )
 returns boolean
 language sql immutable parallel safe
 as $$
-    select body is null and delay = interval '0' and expires_in is null
-        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
-        and octet_length(payload::text) <= q.max_payload_bytes
+    -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
+    select case when body is null then octet_length(payload::text) when payload is null then octet_length(body) end
+        <= q.max_payload_bytes
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+        and (expires_in is null or pgqueue._is_interval_between(expires_in, '0', '3652.5 days'))
 $$;
-comment on function pgqueue._has_fast_path(pgqueue.queues, jsonb, interval, jsonb, interval, bytea) is
-'Whether the fast path of enqueue can send a message: the payload is valid, and there is neither body, delay nor expiry.
-Inlined.';
+comment on function pgqueue._is_valid(pgqueue.queues, jsonb, jsonb, interval, bytea) is
+'Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.';
 
-create function pgqueue._notify_and_check_fast_path(
-    q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+create function pgqueue._notify_if_valid(
+    q pgqueue.queues, at timestamptz, payload jsonb, headers jsonb, expires_in interval, body bytea
 )
 returns boolean
 language sql volatile
@@ -4140,17 +4048,15 @@ as $$
             -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
             -- The slow path looks whether maintenance is due. To do so in each call would cost 3 per cent.
-            when random() < 0.002 or pgqueue._has_fast_path(q, payload, delay, headers, expires_in, body) is not true then false
+            when random() < 0.002 or pgqueue._is_valid(q, payload, headers, expires_in, body) is not true then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) + 86400000000
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
 $$;
-comment on function pgqueue._notify_and_check_fast_path(
-    pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
-) is
-'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message, which does no
-maintenance. One call in 500 returns false for the sake of maintenance. Inlined.';
+comment on function pgqueue._notify_if_valid(pgqueue.queues, timestamptz, jsonb, jsonb, interval, bytea) is
+'Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no maintenance.
+One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create function pgqueue._enqueue_deduplicated(
     queue_name text,
@@ -4172,7 +4078,7 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    -- The fast path of enqueue for a key that is new and whose window ends within the period is two inserts.
+    -- The fast path for a key that is new and whose window ends within the period is two inserts.
     with new_key as (
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
@@ -4184,19 +4090,20 @@ begin
             and p.period = pgqueue._dedup_period(
                 pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
             and char_length(_enqueue_deduplicated.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
-            and pgqueue._notify_and_check_fast_path(
-                q, at, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
-                _enqueue_deduplicated.body)
+            and delay = interval '0'
+            and pgqueue._notify_if_valid(
+                q, at, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, expires_in, _enqueue_deduplicated.body)
         on conflict do nothing
         returning dedup_keys.id
     )
     insert into pgqueue.messages (
-        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind
+        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
     )
     select
         k.id, q.name, at, at,
         case when pgqueue._count('enqueued', _enqueue_deduplicated.queue_name, 1) = 1 then q.max_attempts end,
-        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, q.kind
+        pgqueue._add_interval(at, expires_in), _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload,
+        _enqueue_deduplicated.body, _enqueue_deduplicated.headers, q.kind
     from new_key k
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
@@ -4207,9 +4114,9 @@ begin
             q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
             array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
         where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
-            and pgqueue._has_fast_path(
-                q, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
-                _enqueue_deduplicated.body);
+            and delay = interval '0'
+            and pgqueue._is_valid(
+                q, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, expires_in, _enqueue_deduplicated.body);
     end if;
     if new_id is null then
         new_id := pgqueue.enqueue_batch(
@@ -4250,25 +4157,27 @@ begin
         if queue_name is null then
             perform pgqueue._raise_queue_not_found(queue_name);
         end if;
-        if char_length(group_key) not between 1 and 255 then
-            perform pgqueue._check_group_keys(array[group_key]);
-        end if;
-        if priority not between 0 and 9 then
-            perform pgqueue._check_priorities(array[priority]);
+        if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
+            perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
         end if;
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
-    -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
-    -- prepare each statement and expression. The statement also notifies waiting consumers and counts the message. It
-    -- does so in one condition on the row of the queue: a volatile function in the select list, or a condition on
-    -- arguments alone, would add a node with all columns to the plan.
-    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind)
-    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers, q.kind
+    -- Fast path: a valid message without delay. It is one statement, as a transaction has to prepare each statement and
+    -- expression. The statement also notifies waiting consumers and counts the message. It does so in one condition on
+    -- the row of the queue: a volatile function in the select list, or a condition on arguments alone, would add a node
+    -- with all columns to the plan.
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
+    )
+    select
+        q.name, at, at, q.max_attempts,
+        case when enqueue.expires_in is not null then pgqueue._add_interval(at, enqueue.expires_in) end,
+        enqueue.message_id, enqueue.payload, enqueue.body, enqueue.headers, q.kind
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
-            when enqueue.dedup_key is null and pgqueue._notify_and_check_fast_path(
-                q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+            when enqueue.dedup_key is null and enqueue.delay = interval '0' and pgqueue._notify_if_valid(
+                q, at, enqueue.payload, enqueue.headers, enqueue.expires_in, enqueue.body)
             then pgqueue._count('enqueued', enqueue.queue_name, 1) = 1
         end
     returning messages.id into new_id;
@@ -4279,7 +4188,31 @@ begin
         return pgqueue._enqueue_deduplicated(
             queue_name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate);
     end if;
-    return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, enqueue.delay)), at, q.max_attempts,
+            pgqueue._add_interval(at, enqueue.expires_in), enqueue.message_id, enqueue.payload, enqueue.body, enqueue.headers
+        from pgqueue.queues q
+        where q.name = enqueue.queue_name collate "C"
+            and case
+                when random() >= 0.002 and pg_relation_filenode(q.first_due_at) is not null
+                    and pgqueue._is_interval_between(enqueue.delay, '0', '3652.5 days')
+                    and pgqueue._is_valid(q, enqueue.payload, enqueue.headers, enqueue.expires_in, enqueue.body)
+                then pgqueue._count('enqueued', enqueue.queue_name, 1) = 1
+            end
+        returning scheduled_messages.id into new_id;
+        if found then
+            perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
+            from pgqueue.queues q where q.name = enqueue.queue_name collate "C";
+            return new_id;
+        end if;
+    end if;
+    return (
+        select b from pgqueue.enqueue_batch(
+            queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body]) as b);
 end;
 $$;
 comment on function pgqueue.enqueue(
@@ -4377,10 +4310,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._schedule_batch(
-    pgqueue.queues, bigint[], bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
-) is
-'Sends those messages of a batch that have a delay, without those whose dedup_key another message has.';
 
 create function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
@@ -4428,7 +4357,12 @@ begin
         return;
     end if;
     if group_keys is not null or priorities is not null then
-        headers := pgqueue._with_groups_and_priorities(headers, group_keys, priorities);
+        perform pgqueue._check_groups_and_priorities(group_keys, priorities);
+        headers := array(
+            select pgqueue._with_group_and_priority(u.h, u.k, u.p)
+            from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
+            order by u.n
+        );
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)
@@ -11880,8 +11814,7 @@ begin
             as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, dedup_key, place)
     loop
         perform pgqueue._check_dedup(array[m.dedup_key], 'keep');
-        perform pgqueue._check_group_keys(array[m.group_key]);
-        perform pgqueue._check_priorities(array[m.priority]);
+        perform pgqueue._check_groups_and_priorities(array[m.group_key], array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
         perform pgqueue._check_content(q, m.payload, m.body, m.headers);
     end loop;
@@ -12570,14 +12503,14 @@ begin
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     if group_key is not null or priority is not null then
-        perform pgqueue._check_group_keys(array[group_key]), pgqueue._check_priorities(array[priority]);
+        perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
     -- What the fast path of enqueue would send needs no other check.
-    if pgqueue._has_fast_path(smallest, payload, delay, headers, expires_in, body) is not true then
+    if pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true then
         perform pgqueue._check_content(smallest, payload, body, headers);
     end if;
 
@@ -13081,8 +13014,7 @@ begin
     s.queue_name := queue_name;
     s.cron := cron;
     s.payload := payload;
-    perform pgqueue._check_priorities(array[priority]);
-    perform pgqueue._check_group_keys(array[group_key]);
+    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     s.time_zone := time_zone;
     s.paused := paused;
@@ -13144,8 +13076,7 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    perform pgqueue._check_priorities(array[priority]);
-    perform pgqueue._check_group_keys(array[group_key]);
+    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), group_key, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);

@@ -237,8 +237,7 @@ begin
     s.queue_name := queue_name;
     s.cron := cron;
     s.payload := payload;
-    perform pgqueue._check_priorities(array[priority]);
-    perform pgqueue._check_group_keys(array[group_key]);
+    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     s.time_zone := time_zone;
     s.paused := paused;
@@ -300,8 +299,7 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    perform pgqueue._check_priorities(array[priority]);
-    perform pgqueue._check_group_keys(array[group_key]);
+    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), group_key, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);

@@ -194,14 +194,14 @@ begin
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     if group_key is not null or priority is not null then
-        perform pgqueue._check_group_keys(array[group_key]), pgqueue._check_priorities(array[priority]);
+        perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
     -- What the fast path of enqueue would send needs no other check.
-    if pgqueue._has_fast_path(smallest, payload, delay, headers, expires_in, body) is not true then
+    if pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true then
         perform pgqueue._check_content(smallest, payload, body, headers);
     end if;
 
