@@ -132,18 +132,6 @@ def test_a_requeued_message_is_redelivered_and_a_rejected_one_is_a_dead_letter(
         assert wait_for(stored.browse_dead_messages)[0].reason == "rejected"
 
 
-def test_messages_of_a_higher_priority_come_first(database: str, name: str) -> None:
-    queue = Queue(name, max_priority=9)
-    with broker_of(database) as broker:
-        for priority in (1, 5, 3):
-            send(broker, priority, queue, priority=priority)
-        with Collecting(broker, queue) as consumer:
-            drain(broker, lambda: len(consumer.messages) == 3)
-            assert [message.payload for message in consumer.messages] == [5, 3, 1]
-            for message in consumer.messages:
-                message.ack()
-
-
 def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:

@@ -400,42 +400,9 @@ async def test_an_async_handler_has_an_async_session(
     assert [what for (what,) in connection.execute("select what from orders order by what")] == ["book", "maker"]
 
 
-def test_each_consumer_works_in_its_own_database(
-    dsn: str, connection: Connection, queue: pgqueue.Queue, other: str
-) -> None:
-    def handle(delivery: pgqueue.Delivery) -> None:
-        with session_of(delivery) as session:
-            session.add(Order(what=delivery.message.payload))
-
-    with connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
-        queue.enqueue("near")
-        far.enqueue("far")
-        for database in (dsn, other):
-            assert drain(consumer(database, handle)).succeeded == 1
-        found = [one.execute("select what from orders").fetchall() for one in (connection, elsewhere)]
-    assert found == [[("near",)], [("far",)]]
-
-
-def test_a_connection_that_breaks_in_the_session_costs_no_attempt(
-    dsn: str, connection: Connection, queue: pgqueue.Queue
-) -> None:
-    queue.enqueue("book")
-    attempts = []
-
-    def handle(delivery: pgqueue.Delivery) -> None:
-        attempts.append(delivery.attempt)
-        with session_of(delivery) as session:
-            if len(attempts) == 1:
-                connection.execute("select pg_terminate_backend(%s, 30000)", [delivery.connection.info.backend_pid])
-            session.add(Order(what=delivery.message.payload))
-
-    stats = drain(consumer(dsn, handle))
-    assert (attempts, stats.failed, stats.succeeded) == ([1, 1], 0, 1)
-    assert count(connection) == 1
-
-
-def test_a_serialization_failure_in_the_session_is_tried_again(
-    dsn: str, connection: Connection, queue: pgqueue.Queue
+@pytest.mark.parametrize("trouble", ["lost connection", "serialization failure"])
+def test_trouble_with_the_database_in_the_session_costs_no_attempt(
+    dsn: str, connection: Connection, queue: pgqueue.Queue, trouble: str
 ) -> None:
     connection.execute("insert into orders (id, what) values (1000, 'old')")
     queue.enqueue("book")
@@ -450,13 +417,16 @@ def test_a_serialization_failure_in_the_session_is_tried_again(
         attempts.append(delivery.attempt)
         with session_of(delivery) as session:
             order = session.get_one(Order, 1000)
-            if len(attempts) == 1:
+            if len(attempts) == 1 and trouble == "lost connection":
+                connection.execute("select pg_terminate_backend(%s, 30000)", [delivery.connection.info.backend_pid])
+            elif len(attempts) == 1:
                 connection.execute("update orders set what = 'changed' where id = 1000")
             order.what += " and shipped"
 
     assert drain(consumer(made, handle)).failed == 0
     assert attempts == [1, 1]
-    assert value(connection, "select what from orders") == "changed and shipped"
+    before = "old" if trouble == "lost connection" else "changed"
+    assert value(connection, "select what from orders") == f"{before} and shipped"
 
 
 def test_a_handler_without_a_transaction_is_told_what_the_consumer_needs(connection: Connection) -> None:
