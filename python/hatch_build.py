@@ -1,9 +1,12 @@
-"""Puts the extension's SQL files into distributions; an editable install reads those of the checkout."""
+"""Puts the extension's SQL files into distributions, and the page of PyPI; an editable install reads the checkout."""
 
+import posixpath
+import re
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class ExtensionFiles(BuildHookInterface[Any]):
@@ -20,3 +23,19 @@ class ExtensionFiles(BuildHookInterface[Any]):
             str(home / "pgqueue.control"): f"{target}pgqueue.control",
             str(home / "extension"): "extension" if self.target_name == "sdist" else "pgqueue/_extension",
         }
+
+
+class Page(MetadataHookInterface):
+    """The page of PyPI is README.md. Its links lead to the home page, which a release has; else they are only text."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the field readme."""
+        home = metadata.get("urls", {}).get("Homepage")
+
+        def absolute(link: re.Match[str]) -> str:
+            path = posixpath.normpath(f"python/{link[2]}")
+            return f"[{link[1]}]({home}/blob/v{metadata['version']}/{path})" if home else link[1]
+
+        text = (Path(self.root) / "README.md").read_text("utf8")
+        text = re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", absolute, text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}

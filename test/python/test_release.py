@@ -1,11 +1,14 @@
 """`make release`, in a throw-away clone."""
 
 import hashlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +60,20 @@ def test_a_release_is_refused_before_anything_changes(checkout: Checkout) -> Non
     assert "the tag v9.0.0 exists" in checkout.release("9.0.0").stderr
     assert checkout.git("rev-parse", "HEAD") == head
     assert checkout.git("status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize("urls", [{}, {"Homepage": "https://git.example.org/ann/pgqueue"}], ids=["no-home", "home"])
+def test_the_page_of_pypi_has_no_relative_link(urls: dict[str, str]) -> None:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "python/hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(hatch_build := importlib.util.module_from_spec(spec))
+    metadata: dict[str, Any] = {"version": "9.0.0", "urls": urls}
+    hatch_build.Page(str(ROOT / "python"), {}).update(metadata)
+    links = re.findall(r"\]\(([^)]*)\)", metadata["readme"]["text"])
+    home = "https://git.example.org/ann/pgqueue/blob/v9.0.0"
+    assert (f"{home}/sql/REFERENCE.md#errors" in links) is (f"{home}/README.md" in links) is bool(urls)
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.mark.long(part="release")
