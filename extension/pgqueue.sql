@@ -8152,6 +8152,7 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
 22023, PQ001.';
 
+-- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
 create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
 returns int
 language plpgsql volatile
@@ -8186,10 +8187,8 @@ begin
     return n;
 end;
 $$;
-comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
-'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
-pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
+-- The caller has locked the dead letters.
 create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
 language plpgsql volatile
@@ -8237,8 +8236,6 @@ begin
     where not is_grouped;
 end;
 $$;
-comment on function pgqueue._redrive_slice(pgqueue.queues, bigint[], timestamptz) is
-'Moves dead letters, which the caller has locked, back to their queue, ready at the time.';
 
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
@@ -8415,8 +8412,6 @@ as $$
             and pgqueue._group_position(m.headers, m.id) = pgqueue._group_position(jsonb_build_object('pgqueue.group', d.name), 0)
     )
 $$;
-comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
-'Groups that wait for a dead letter while they have messages.';
 -- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_size int default 10000)
@@ -10249,75 +10244,48 @@ not looked at, nor those that come after ten queues with group_limit that had me
 -- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
-create function pgqueue._check_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.dead_letter_to is null then
-        return;
-    end if;
-    perform pgqueue._get_locked_queue(q.dead_letter_to);
-    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
-    -- such a name.
-    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
-    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-    if exists (
-        with recursive chain as (
-            select q.dead_letter_to as name
-            union
-            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
-        )
-        select from chain c where c.name = q.name
-    ) then
-        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to,
-            format('a queue whose dead letters do not come back to queue %L', q.name));
-    end if;
-end;
-$$;
-comment on function pgqueue._check_dead_letter_to(pgqueue.queues) is
-'Raises PQ001 if the queue that dead_letter_to names does not exist, and 22023 if dead letters would go in a circle.';
-
-create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._check_dead_letter_to(q);
-end;
-$$;
-comment on function pgqueue._on_queue_created_dead_letter_to(pgqueue.queues) is
-'Checks dead_letter_to of a new queue.';
-
 create function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if after.dead_letter_to is distinct from before.dead_letter_to then
-        perform pgqueue._check_dead_letter_to(after);
-        perform pgqueue._wake_dead_letter_queue(after);
+    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
+        return;
     end if;
+    perform pgqueue._get_locked_queue(after.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    if exists (
+        with recursive chain as (
+            select after.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = after.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', after.name));
+    end if;
+    -- The other queue gets the dead letters that exist already.
+    perform pgqueue._wake_dead_letter_queue(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_dead_letter_to(pgqueue.queues, pgqueue.queues) is
-'Checks a new dead_letter_to, and notifies the consumers of that queue: it gets the dead letters that exist already.';
+
+create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
 
 create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
     -- A later queue of this name, perhaps of another owner, gets no dead letters.
-    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name;
-end;
+    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
 $$;
-comment on function pgqueue._on_queue_dropping_dead_letter_to(pgqueue.queues) is
-'Ends dead_letter_to of the queues that name the dropped one. Their dead letters stay where they are.';
 
 create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
 returns void
@@ -10349,9 +10317,6 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._on_queue_sweeping_dead_letter_to(pgqueue.queues) is
-'Takes dead letters of the queues whose dead_letter_to is this queue, in up to eight slices, without waiting for other
-transactions that have locked them.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -10379,9 +10344,10 @@ begin
 end;
 $$;
 comment on function pgqueue._confirm_time(timestamptz) is
-'Compares a reading of the clock with the last one, and returns a time that has passed even if this reading is wrong: an
-earlier one, from which the clock has since moved on by an hour. -infinity if there is none yet.';
+'Returns a time that has passed even if this reading of the clock is wrong: an earlier reading, from which the clock has
+since moved on by an hour; -infinity if there is none yet.';
 
+-- Before this time no archived message has to be kept.
 create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
@@ -10393,9 +10359,6 @@ as $$
         select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
     ) w
 $$;
-comment on function pgqueue._archive_expiry(timestamptz) is
-'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
-promises of queues that stopped archiving or were dropped.';
 
 create function pgqueue._days()
 returns setof date
@@ -10406,8 +10369,6 @@ as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
-comment on function pgqueue._days() is
-'The days of the archive that have a partition.';
 
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -10415,9 +10376,8 @@ language sql stable
 as $$
     select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
-comment on function pgqueue._expired_days(timestamptz) is
-'Returns the days of the archive that no queue needs any more, oldest first.';
 
+-- The caller holds a lock that keeps other sessions from doing the same.
 create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
@@ -10453,10 +10413,8 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_missing_days(timestamptz) is
-'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
-today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
+-- Moves unfiled messages, of at most 256 kB and one message, into their days, or deletes them, and returns how many.
 create function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
@@ -10492,92 +10450,53 @@ begin
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz) is
-'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
-those that no queue needs any more, and returns how many were unfiled.';
-
-create function pgqueue._start_archiving(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-set lock_timeout = '500 ms'
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(q.name);
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
-    -- exists" reads the catalog again.
-    execute format('create sequence if not exists %s', mark);
-    perform pgqueue._revoke_default_privileges(mark::regclass);
-    begin
-        -- This lock conflicts only with other sessions that create days.
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(pgqueue._now());
-    exception when lock_not_available then
-        -- Another session is creating the days.
-        return;
-    end;
-end;
-$$;
-comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue, a sequence whose existence makes acknowledgements archive, and the missing days of the
-archive. Creates no days if another session is creating them.';
-
-create function pgqueue._stop_archiving(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-begin
-    -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
-    execute format('drop sequence if exists %s cascade', pgqueue._archive_marker(queue_name));
-    if archive_for is not null then
-        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        -- A clock that is behind must not shorten the time.
-        values (queue_name, archive_for, pgqueue._add_interval(pgqueue._finish_time(), archive_for));
-    end if;
-end;
-$$;
-comment on function pgqueue._stop_archiving(text, interval) is
-'Drops the marker of a queue, and records until when its archived messages have to be kept.';
-
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
+declare
+    mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
 begin
     -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
     -- without rows leaves markers, too.
-    if after.archive_for is distinct from before.archive_for
-        or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
+    if after.archive_for is not distinct from before.archive_for
+        and (after.archive_for is null) = (to_regclass(mark) is null)
     then
-        if after.archive_for is null then
-            perform pgqueue._stop_archiving(after.name, before.archive_for);
-        else
-            perform pgqueue._start_archiving(after);
-        end if;
+        return;
     end if;
+    if after.archive_for is null then
+        -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
+        execute format('drop sequence if exists %s cascade', mark);
+        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
+        -- A clock that is behind must not shorten the time.
+        select before.name, before.archive_for, pgqueue._add_interval(pgqueue._finish_time(), before.archive_for)
+        where before.archive_for is not null;
+        return;
+    end if;
+    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
+    execute format('create sequence if not exists %s', mark);
+    perform pgqueue._revoke_default_privileges(mark::regclass);
+    begin
+        -- This lock conflicts only with other sessions that create days.
+        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+        perform pgqueue._create_missing_days(pgqueue._now());
+    exception when lock_not_available then
+        null;
+    end;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Starts archiving for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(q.name, q.archive_for) $$;
-comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
+as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
 create function pgqueue._truncate_day(day date)
 returns void
@@ -10591,15 +10510,11 @@ begin
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
-comment on function pgqueue._truncate_day(date) is
-'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-comment on function pgqueue._is_day_empty(date) is
-'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create function pgqueue._truncate_expired_day(at timestamptz)
 returns void
@@ -10619,9 +10534,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._truncate_expired_day(timestamptz) is
-'Deletes promises that have ended and truncates one day that no queue needs any more. Raises 55P03
-if it is in use, and 40001.';
 
 create function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
@@ -10648,10 +10560,8 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
-'Creates the days ahead, files unfiled messages, and requests the truncation of a day that no queue needs any more.
-Waits for no lock and raises no error.';
 
+-- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create function pgqueue._drop_days(days date[])
 returns setof date
 language plpgsql volatile
@@ -10681,10 +10591,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive.
-Leaves out a day on which another object depends.';
-
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
 language plpgsql volatile security definer
@@ -10740,25 +10646,6 @@ that cannot be dropped, because a longer transaction uses the archive or a view 
 same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
-
-create function pgqueue._is_day_doubled(day date)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    doubled boolean;
-begin
-    execute format(
-        'select exists ('
-        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
-    into doubled;
-    return doubled;
-end;
-$$;
-comment on function pgqueue._is_day_doubled(date) is
-'Whether a message is twice among the first hundred of a day of the archive.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -10824,7 +10711,15 @@ begin
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
     select min(w.d) into doubled
     from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
-    where pgqueue._is_day_doubled(w.d);
+    where exists (
+        select
+        from (
+            select a.queue_name, a.id, a.finished_at from pgqueue.archived_messages a
+            where a.finished_at >= w.d::timestamp at time zone 'UTC' and a.finished_at < (w.d + 1)::timestamp at time zone 'UTC'
+            order by a.queue_name, a.id limit 100
+        ) c
+        group by c.queue_name, c.id, c.finished_at having count(*) > 1
+    );
     if doubled is not null then
         return next row('warning', null, 'doubled_archive',
             format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
@@ -10834,9 +10729,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
-days, and messages that are there twice.';
 
 create function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
@@ -10856,27 +10748,12 @@ begin
     end if;
     perform pgqueue._check_page(max_messages, 0);
     return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
+    select
+        f.id, f.queue_name, f.payload, f.body, f.headers, f.message_id, f.attempt_count, f.max_attempts, f.enqueued_at,
+        f.claimed_at, f.finished_at, f.expires_at, f.claimed_by, f.last_error
+    from (select a.* from pgqueue.archived_messages a union all select u.* from pgqueue.unfiled_messages u) f
+    where f.queue_name = browse_archived_messages.queue_name collate "C" and f.id < coalesce(before_id, 9223372036854775807)
+    order by f.id desc
     limit max_messages;
 end;
 $$;
@@ -10899,8 +10776,6 @@ begin
         hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
 end;
 $$;
-comment on function pgqueue._raise_stream_not_found(text, text) is
-'Raises PQ005 stream_not_found.';
 
 create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
 returns void
@@ -10916,8 +10791,6 @@ begin
         hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
 end;
 $$;
-comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
-'Raises PQ006 stream_fenced.';
 
 create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
 returns void
@@ -10939,16 +10812,14 @@ begin
         hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
 end;
 $$;
-comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
-'Raises PQ007 stream_out_of_step.';
 
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
-created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
+restored database, and an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -10964,8 +10835,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -10985,8 +10854,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_stream(text, text) is
-'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -10998,8 +10865,6 @@ as $$
         s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
     )::pgqueue.stream
 $$;
-comment on function pgqueue._public_stream(pgqueue.streams) is
-'Returns the public columns of a stream.';
 
 create function pgqueue.stream_open(
     queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
@@ -11112,15 +10977,11 @@ begin
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Deletes the streams of the queue.';
 
 create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -11140,8 +11001,6 @@ begin
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'The findings of doctor about the streams of a queue: reservations that have run out.';
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
@@ -11711,8 +11570,6 @@ begin
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
 end;
 $$;
-comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
-'Raises PQ010 staged_messages_lost.';
 
 create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
 returns void
@@ -11727,8 +11584,6 @@ begin
         hint = hint;
 end;
 $$;
-comment on function pgqueue._raise_in_row(text, int, int, text, text) is
-'Raises an error of a single message again, with its row and partition in the message.';
 
 create function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
@@ -11742,14 +11597,15 @@ declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if partition is null then
-        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
-    end if;
-    if attempt is null then
-        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    if num_nulls(run, partition, attempt) > 0 then
+        perform pgqueue._raise_invalid(n.name, null, n.wanted)
+        from (
+            values
+            (run is null, 'run', 'the id of a run'),
+            (partition is null, 'partition', 'the number of a partition'),
+            (true, 'attempt', 'the number of an attempt')
+        ) as n (is_null, name, wanted)
+        where n.is_null limit 1;
     end if;
     insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
     values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
@@ -11793,9 +11649,6 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
     perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
 end;
 $$;
-comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the
-number of the message.';
 
 create function pgqueue._measure_messages()
 returns trigger
@@ -11848,13 +11701,12 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
-raises an error for messages that enqueue would refuse.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
+-- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
+-- current_user is the owner.
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
@@ -11864,100 +11716,10 @@ as $$
     order by a.token
     for update
 $$;
-comment on function pgqueue._lock_own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run, and locks them: no other session sends or
-deletes them until the transaction ends. Uses session_user, because current_user is the owner inside a security definer
-function.';
 
-create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    earlier pgqueue.sink_commits;
-begin
-    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
-    -- entry.
-    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
-    values (app_id, version, run, messages, session_user, pgqueue._now())
-    on conflict do nothing;
-    if found then
-        if exists (
-            select from pgqueue.sink_commits c
-            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
-        ) then
-            perform pgqueue._raise_invalid('version', version::text,
-                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
-        end if;
-        return true;
-    end if;
-    select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- Messages must not be discarded because of another role's entry: that would lose them.
-    if earlier.committed_by <> session_user then
-        perform pgqueue._raise_invalid('app_id', app_id,
-            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
-    end if;
-    return false;
-end;
-$$;
-comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
-if it is so old that the ledger has forgotten it.';
-
-create function pgqueue._take_staged_keys(
-    q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
-)
+-- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
+create function pgqueue._send_staged(q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz)
 returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    keys text[];
-    ids bigint[];
-begin
-    if not exists (
-        select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null
-    ) then
-        return null;
-    end if;
-    keys := array(
-        select u.key
-        from unnest(tokens) with ordinality as t (token, place)
-        join pgqueue.staged_messages s on s.token = t.token
-        cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
-            as u (key, nothing, place)
-        order by t.place, s.row_number, u.place
-    );
-    -- A message that is staged after this would get no id. sink_commit finds which messages are missing.
-    if cardinality(keys) <> expected then
-        return null;
-    end if;
-    -- As in enqueue_batch, this lock is taken before the ids.
-    lock table only pgqueue.messages in row exclusive mode;
-    ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
-    return array(
-        select case when u.holder = u.id then u.id else 0 end
-        from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
-            as u (id, holder, place)
-        order by u.place
-    );
-end;
-$$;
-comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, timestamptz) is
-'Takes the keys of the messages staged under all tokens of a queue, as enqueue_batch does for one batch. Returns an id
-for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
-null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
-
-create function pgqueue._send_staged(
-    token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
-)
-returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -11967,17 +11729,42 @@ set enable_sort = off
 set jit = off
 as $$
 declare
+    keys text[];
+    ids bigint[];
     published bigint;
     delayed bigint;
     due_at timestamptz;
+    sent bigint[];
 begin
-    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
+    if exists (select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null) then
+        keys := array(
+            select u.key
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages s on s.token = t.token
+            cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
+                as u (key, nothing, place)
+            order by t.place, s.row_number, u.place
+        );
+    end if;
+    -- If the number is wrong, sink_commit finds which messages are missing.
+    if cardinality(keys) = expected then
+        -- As in enqueue_batch, this lock is taken before the ids.
+        lock table only pgqueue.messages in row exclusive mode;
+        ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
+        -- The message of a key that is taken gets the id 0, and is counted but not sent.
+        ids := array(
+            select case when u.holder = u.id then u.id else 0 end
+            from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
+                as u (id, holder, place)
+            order by u.place
+        );
+    end if;
     with staged as not materialized (
-        select s.delays, s.row_number, u.*, ids[s.place + u.place] as id
+        select s.place + u.place as place, u.payload, u.body, u.headers, u.message_id, u.delay, u.expires_in, ids[s.place + u.place] as id
         from (
-            select c.*, _send_staged.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
-            from pgqueue.staged_messages c
-            where c.token = _send_staged.token
+            select c.*, sum(c.messages) over (order by t.place, c.row_number) - c.messages as place
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages c on c.token = t.token
         ) s
         cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
             with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
@@ -12005,31 +11792,29 @@ begin
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
         from (
-            select m.*, row_number() over (partition by m.delay order by m.row_number, m.place) as n
+            select m.*, row_number() over (partition by m.delay order by m.place) as n
             from staged m
-            where m.delays is not null and m.delay > interval '0' and m.id is distinct from 0
+            where m.delay > interval '0' and m.id is distinct from 0
         ) d
-        order by d.row_number, d.place
+        order by d.place
         returning scheduled_messages.due_at
     )
     select
         (select count(*) from due), count(*), min(l.due_at),
-        (
-            select coalesce(sum(c.messages), 0) from pgqueue.staged_messages c
-            where c.token = _send_staged.token and c.largest_bytes <= q.max_payload_bytes
+        array(
+            select coalesce(sum(c.messages) filter (where c.largest_bytes <= q.max_payload_bytes), 0)
+            from unnest(tokens) with ordinality as t (token, place)
+            left join pgqueue.staged_messages c on c.token = t.token
+            group by t.place order by t.place
         )
-    into published, delayed, due_at, handled from later l;
+    into published, delayed, due_at, sent from later l;
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
     perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
-    return handled;
+    return sent;
 end;
 $$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
-'Sends the messages staged under a token, in their order, and returns their number. Leaves out rows that have a message
-over the limit of the queue. ids is the result of _take_staged_keys, and handled the number of messages under earlier
-tokens. A message whose id is 0 is not sent, but counted.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -12046,9 +11831,6 @@ begin
     return discarded;
 end;
 $$;
-comment on function pgqueue._discard_staged(uuid) is
-'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of
-messages.';
 
 create function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -12078,8 +11860,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for invalid arguments of sink_commit.';
 
 create function pgqueue.sink_commit(
     run uuid,
@@ -12095,13 +11875,13 @@ set search_path = pg_catalog, pg_temp
 set jit = off
 as $$
 declare
-    attempts pgqueue.staged_attempts[];
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
+    ledger constant text := coalesce(app_id, run::text);
+    entry constant bigint := coalesce(version, 0);
+    earlier_role name;
     at timestamptz;
-    q pgqueue.queues;
-    winner record;
-    ids bigint[];
-    handled bigint;
-    published bigint;
+    part record;
+    sent bigint[];
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
@@ -12116,42 +11896,54 @@ begin
         where a.run = sink_commit.run and a.staged_by = session_user and a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_sink_commit(
-        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
-    ) then
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    select ledger, entry, run, coalesce(sum(n), 0), session_user, pgqueue._now() from unnest(counts) as n
+    on conflict do nothing;
+    if not found then
+        -- Messages must not be discarded because of another role's entry: that would lose them.
+        select c.committed_by into earlier_role from pgqueue.sink_commits c
+        where c.app_id = ledger collate "C" and c.version = entry;
+        if earlier_role <> session_user then
+            perform pgqueue._raise_invalid('app_id', ledger,
+                format('an app_id of your own: version %s of this one was committed by role %I', entry, earlier_role));
+        end if;
         perform pgqueue._discard_staged(run);
         return false;
     end if;
+    if exists (
+        select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry
+    ) then
+        perform pgqueue._raise_invalid('version', entry::text,
+            format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
+    end if;
 
-    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- Read the clock after all locks are taken: delays count from this time.
-    at := pgqueue._now();
-    for winner in
-        select a as attempt, t.expected
+    for part in
+        select
+            c as queue, array_agg(t.token order by t.place) as tokens, array_agg(t.expected order by t.place) as counts
         from unnest(tokens, counts) with ordinality as t (token, expected, place)
-        left join unnest(attempts) as a on a.token = t.token
-        order by (a).queue_name, t.place
+        left join pgqueue._lock_own_attempts(run) a on a.token = t.token
+        left join pgqueue.queues c on c.name = a.queue_name
+        group by c.name
+        order by c.name
     loop
-        if q.name is distinct from (winner.attempt).queue_name then
-            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
-            select pgqueue._take_staged_keys(q, array_agg(t.token order by t.place), sum(t.expected)::bigint, at)
-            into ids
-            from unnest(tokens, counts) with ordinality as t (token, expected, place)
-            join unnest(attempts) as a on a.token = t.token
-            where a.queue_name = q.name;
-            handled := 0;
-        end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at, ids, handled);
-        if published <> winner.expected then
-            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
-            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
-            order by s.row_number;
+        -- Read the clock after all locks are taken: delays count from this time.
+        at := pgqueue._now();
+        sent := pgqueue._send_staged(part.queue, part.tokens, (select sum(n) from unnest(part.counts) as n)::bigint, at);
+        if sent <> part.counts then
+            perform pgqueue._check_messages(s, a)
+            from pgqueue.staged_messages s join pgqueue.staged_attempts a on a.token = s.token
+            where s.token = any (part.tokens) and s.largest_bytes > (part.queue).max_payload_bytes
+            order by array_position(part.tokens, s.token), s.row_number;
             perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+            perform pgqueue._raise_staged_messages_lost(sink_commit.run, a.partition, n.expected, n.sent)
+            from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
+            left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
+            where n.sent <> n.expected
+            order by n.place;
         end if;
-        handled := handled + published;
-        perform pgqueue._wake_if_waiting(q, pgqueue._now());
+        perform pgqueue._wake_if_waiting(part.queue, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
     return true;
@@ -12275,8 +12067,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';
 -- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
 -- the caller's transaction. The consumers of one queue share its copy.
 
@@ -13380,8 +13170,6 @@ begin
         schema = schema_name, table = table_name, column = column_name;
 end;
 $$;
-comment on function pgqueue._raise_null_column(name, name, name) is
-'Raises 23502: a transport inserted null into a column that must not be null.';
 
 create function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
@@ -13415,6 +13203,8 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
     largest constant int := greatest(65536, q.max_payload_bytes);
     headers jsonb;
+    row_sent record;
+    legacy jsonb;
 begin
     if new.id is null then
         perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
@@ -13443,6 +13233,17 @@ begin
             -- A transport moves a message whose headers it cannot read to the error queue of its endpoint. A consumer
             -- rejects a message whose headers are not an object.
             headers := to_jsonb(new.headers);
+        elsif tg_argv[1] = 'sqlserver' then
+            -- Only the relations of this flavor have the columns, so they are read as JSON, without the body.
+            row_sent := new;
+            row_sent.body := null;
+            legacy := to_jsonb(row_sent);
+            legacy := jsonb_strip_nulls(jsonb_build_object(
+                'NServiceBus.CorrelationId', legacy -> 'correlationid', 'NServiceBus.ReplyToAddress', legacy -> 'replytoaddress'));
+            if legacy <> '{}' then
+                headers := legacy || headers;
+                new.headers := headers::text;
+            end if;
         end if;
     end if;
     insert into pgqueue.messages (
@@ -13463,31 +13264,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._insert_by_transport() is
-'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
-cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
-
-create function pgqueue._add_legacy_headers()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    own constant jsonb := jsonb_strip_nulls(jsonb_build_object(
-        'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress));
-begin
-    if own <> '{}' and jsonb_typeof(new.headers::jsonb) = 'object' then
-        new.headers := (own || new.headers::jsonb)::text;
-    end if;
-    return new;
-exception when others then
-    -- The next trigger deals with headers that cannot be read.
-    return new;
-end;
-$$;
-comment on function pgqueue._add_legacy_headers() is
-'Trigger of a relation of flavor sqlserver: correlationid and replytoaddress become headers if the headers lack them.';
 
 create function pgqueue._assign_transport_place()
 returns trigger
@@ -13502,9 +13278,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at
-the end of the queue, and fills in transport_id and transport_headers.';
 
 create function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -13530,9 +13303,6 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
-receive does. Expired messages are not archived.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -13549,8 +13319,6 @@ begin
         hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
 end;
 $$;
-comment on function pgqueue._raise_exposed(text, regclass) is
-'Raises 42710: the queue already has a relation. A queue has at most one.';
 
 create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -13578,16 +13346,11 @@ exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
 $$;
-comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise.
-Raises PQ004 if a longer transaction uses the table.';
 
 create function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._transport_table(pgqueue.queues) is
-'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
 create function pgqueue._transport_of(q pgqueue.queues)
 returns regclass
@@ -13608,36 +13371,6 @@ exception when undefined_table then
     return null;
 end;
 $$;
-comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation of a queue that the caller has locked; null if it is not exposed. Raises
-40001 if it was exposed after the snapshot was taken.';
-
-create function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
-returns pgqueue.transports
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    lowest bigint;
-begin
-    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
-    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
-    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
-    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
-        t.settled_seq := t.bound_seq;
-        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
-        t.bound_id := nextval('pgqueue.message_id');
-    end if;
-    execute format(
-        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
-    into lowest using t.head;
-    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
-    return t;
-end;
-$$;
-comment on function pgqueue._record_transport_head(pgqueue.queues, pgqueue.transports) is
-'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
-may appear.';
 
 create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
@@ -13653,53 +13386,66 @@ declare
     at constant timestamptz := pgqueue._now();
     past_the_end constant bigint := 9223372036854775807;
     table_name constant text := pgqueue._transport_table(q);
+    seen pgqueue.transports;
     t pgqueue.transports;
-    locked_row pgqueue.transports;
+    lowest bigint;
     is_due boolean;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
     end if;
-    execute format('select t.head, t.next_at from %s t', table_name) into t.head, t.next_at;
+    execute format('select t.head, t.next_at from %s t', table_name) into seen.head, seen.next_at;
     -- A transaction that receives can stay open while its handler works, and would hold the row for that long. For two
     -- seconds it leaves this work to statements that only read. A next_at more than a minute ahead was set while the
     -- clock was wrong, and is ignored.
     if current_setting('transaction_read_only')::boolean
-        or t.next_at < at + interval '1 min' and (
-            t.next_at > at
-            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        or seen.next_at < at + interval '1 min' and (
+            seen.next_at > at
+            or seen.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
         )
     then
-        return t.head;
+        return seen.head;
     end if;
     -- A fixed snapshot does not show all rows up to settled_seq.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id from %s t'
             ' for no key update skip locked', table_name)
-        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.bound_id;
+        into t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id;
     end if;
     if not pgqueue._try_lock_existing_queue(q) then
-        return t.head;
+        return seen.head;
     end if;
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
     is_due := exists (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
-    if is_due and (locked_row.head is not null or t.next_at not between at - interval '2 s' and at + interval '1 min') then
+    if is_due and (t.head is not null or seen.next_at not between at - interval '2 s' and at + interval '1 min') then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
     end if;
-    if locked_row.head is not null then
-        -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the
-        -- vacant ones.
-        perform pgqueue._adopt_messages(q);
-        perform pgqueue._record_vacant_ids(q, at, 0);
-        t := pgqueue._record_transport_head(q, locked_row);
-        execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-        perform pgqueue._do_maintenance_if_due(at);
+    if t.head is null then
+        return seen.head;
     end if;
+    -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the vacant
+    -- ones.
+    perform pgqueue._adopt_messages(q);
+    perform pgqueue._record_vacant_ids(q, at, 0);
+    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
+    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
+    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
+    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
+        t.bound_id := nextval('pgqueue.message_id');
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
+    using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
+    perform pgqueue._do_maintenance_if_due(at);
     return t.head;
 end;
 $$;
@@ -13801,13 +13547,7 @@ begin
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
-        ' execute function pgqueue._insert_by_transport(%L)', relation, q.name);
-    if flavor = 'sqlserver' then
-        -- Triggers fire in the order of their names.
-        execute format(
-            'create trigger add_legacy_headers instead of insert on %s for each row'
-            ' execute function pgqueue._add_legacy_headers()', relation);
-    end if;
+        ' execute function pgqueue._insert_by_transport(%L, %L)', relation, q.name, flavor);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
@@ -13819,9 +13559,6 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
-returns its address.';
 
 create function pgqueue._transport_address(relation regclass)
 returns text
@@ -13831,8 +13568,6 @@ as $$
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
-comment on function pgqueue._transport_address(regclass) is
-'Returns the address of a relation, in the form that a transport uses.';
 
 create function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
 returns void
@@ -13853,8 +13588,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, name) is
-'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create function pgqueue.expose_transport(
     queue_name pgqueue.queue_of_admin,
@@ -13945,8 +13678,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._unexpose(pgqueue.queues) is
-'Drops the relation of a queue; returns false if there is none.';
 
 create function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
 returns boolean
@@ -13991,18 +13722,15 @@ begin
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
         'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
-        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and g.tgargs = $3'
+        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, seq_register::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    using q.name, seq_register::regclass, e'\\000';
     perform pgqueue._sync_archive_trigger(q);
     if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
-'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
-have one.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -14024,16 +13752,11 @@ begin
     perform pgqueue._sync_archive_trigger(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets a
-rate_limit, and 40001 if an old snapshot may hide that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._unexpose(q) $$;
-comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues) is
-'Drops the relation of the queue.';
 
 create function pgqueue._findings_of_transport(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -14079,9 +13802,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped by hand, its sequence is behind, or an index on
-expires is missing.';
 -- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
 -- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
 
@@ -14117,9 +13837,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._match_subscription() is
-'Trigger of subscriptions. subscribe gives the name of a queue: queue_address becomes the address of its relation, if it
-has one. An endpoint gives an address: queue_name becomes the queue to which it leads. Raises 22023, 23502, PQ001.';
 
 create or replace trigger match_new_subscription
 before insert on pgqueue.subscriptions
@@ -14135,8 +13852,6 @@ create function pgqueue._subscriptions_comment()
 returns text
 language sql immutable parallel safe
 as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
-comment on function pgqueue._subscriptions_comment() is
-'Returns the comment that marks the relations of expose_subscriptions.';
 
 create function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
@@ -14242,9 +13957,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_routing(pgqueue.queues) is
-'The findings of doctor about a subscribed queue that endpoints do not find, because it has no relation or the relation
-was renamed by hand.';
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
@@ -14553,6 +14265,7 @@ comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queue
 -- writes the outcome in the transaction of its acknowledgement. Nothing is written when a message dies or is removed:
 -- get_result looks for the message.
 
+-- A result that is not finished has failed if its message is gone.
 create function pgqueue._as_result(r pgqueue.results)
 returns pgqueue.result
 language plpgsql volatile
@@ -14575,8 +14288,6 @@ begin
         r.started_at, r.last_attempted_at, coalesce(r.finished_at, dead.died_at), r.expires_at)::pgqueue.result;
 end;
 $$;
-comment on function pgqueue._as_result(pgqueue.results) is
-'A result as the public functions return it. It has failed if it is not finished and its message is gone.';
 
 create function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
@@ -14685,6 +14396,7 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
+-- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
 create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
 returns bigint
 language sql volatile
@@ -14706,9 +14418,6 @@ as $$
     )
     select count(*) from gone
 $$;
-comment on function pgqueue._purge_results(pgqueue.queues, timestamptz, int) is
-'Deletes up to batch_size results that have expired before a time or, if a queue is given, those of the queue that ended
-before it, and returns how many. Waits for no other transaction.';
 
 create function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
 returns bigint
@@ -14732,24 +14441,16 @@ that have expired, so this call is for what shall go earlier. Raises 22023, PQ00
 
 create function pgqueue._on_housekeeping_due_results(at timestamptz)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
-    if pgqueue._purge_results(null, at, 1000) = 1000 then
-        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
-    end if;
-end;
+    select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
+    where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
-comment on function pgqueue._on_housekeeping_due_results(timestamptz) is
-'Deletes results that have expired, 1000 at a time.';
 
 create function pgqueue._on_queue_dropping_results(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_results(pgqueue.queues) is
-'Deletes the results of the queue.';
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
@@ -15739,7 +15440,7 @@ as $$
     from (
         select
             c.oid::regclass as relation, c.relowner, c.relacl,
-            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+            split_part(encode(g.tgargs, 'escape'), e'\\000', 1) as queue_name
         from pg_trigger g
         join pg_class c on c.oid = g.tgrelid
         where g.tgfoid = 'pgqueue._insert_by_transport'::regproc

@@ -25,9 +25,10 @@ begin
 end;
 $$;
 comment on function pgqueue._confirm_time(timestamptz) is
-'Compares a reading of the clock with the last one, and returns a time that has passed even if this reading is wrong: an
-earlier one, from which the clock has since moved on by an hour. -infinity if there is none yet.';
+'Returns a time that has passed even if this reading of the clock is wrong: an earlier reading, from which the clock has
+since moved on by an hour; -infinity if there is none yet.';
 
+-- Before this time no archived message has to be kept.
 create or replace function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
@@ -39,9 +40,6 @@ as $$
         select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
     ) w
 $$;
-comment on function pgqueue._archive_expiry(timestamptz) is
-'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
-promises of queues that stopped archiving or were dropped.';
 
 create or replace function pgqueue._days()
 returns setof date
@@ -52,8 +50,6 @@ as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
-comment on function pgqueue._days() is
-'The days of the archive that have a partition.';
 
 create or replace function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -61,9 +57,8 @@ language sql stable
 as $$
     select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
-comment on function pgqueue._expired_days(timestamptz) is
-'Returns the days of the archive that no queue needs any more, oldest first.';
 
+-- The caller holds a lock that keeps other sessions from doing the same.
 create or replace function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
@@ -99,10 +94,8 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_missing_days(timestamptz) is
-'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
-today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
+-- Moves unfiled messages, of at most 256 kB and one message, into their days, or deletes them, and returns how many.
 create or replace function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
@@ -138,92 +131,53 @@ begin
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz) is
-'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
-those that no queue needs any more, and returns how many were unfiled.';
-
-create or replace function pgqueue._start_archiving(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-set lock_timeout = '500 ms'
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(q.name);
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
-    -- exists" reads the catalog again.
-    execute format('create sequence if not exists %s', mark);
-    perform pgqueue._revoke_default_privileges(mark::regclass);
-    begin
-        -- This lock conflicts only with other sessions that create days.
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(pgqueue._now());
-    exception when lock_not_available then
-        -- Another session is creating the days.
-        return;
-    end;
-end;
-$$;
-comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue, a sequence whose existence makes acknowledgements archive, and the missing days of the
-archive. Creates no days if another session is creating them.';
-
-create or replace function pgqueue._stop_archiving(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-begin
-    -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
-    execute format('drop sequence if exists %s cascade', pgqueue._archive_marker(queue_name));
-    if archive_for is not null then
-        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        -- A clock that is behind must not shorten the time.
-        values (queue_name, archive_for, pgqueue._add_interval(pgqueue._finish_time(), archive_for));
-    end if;
-end;
-$$;
-comment on function pgqueue._stop_archiving(text, interval) is
-'Drops the marker of a queue, and records until when its archived messages have to be kept.';
-
 create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
+declare
+    mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
 begin
     -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
     -- without rows leaves markers, too.
-    if after.archive_for is distinct from before.archive_for
-        or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
+    if after.archive_for is not distinct from before.archive_for
+        and (after.archive_for is null) = (to_regclass(mark) is null)
     then
-        if after.archive_for is null then
-            perform pgqueue._stop_archiving(after.name, before.archive_for);
-        else
-            perform pgqueue._start_archiving(after);
-        end if;
+        return;
     end if;
+    if after.archive_for is null then
+        -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
+        execute format('drop sequence if exists %s cascade', mark);
+        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
+        -- A clock that is behind must not shorten the time.
+        select before.name, before.archive_for, pgqueue._add_interval(pgqueue._finish_time(), before.archive_for)
+        where before.archive_for is not null;
+        return;
+    end if;
+    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
+    execute format('create sequence if not exists %s', mark);
+    perform pgqueue._revoke_default_privileges(mark::regclass);
+    begin
+        -- This lock conflicts only with other sessions that create days.
+        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+        perform pgqueue._create_missing_days(pgqueue._now());
+    exception when lock_not_available then
+        null;
+    end;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Starts archiving for a new queue that has archive_for.';
 
 create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(q.name, q.archive_for) $$;
-comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
+as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
 create or replace function pgqueue._truncate_day(day date)
 returns void
@@ -237,15 +191,11 @@ begin
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
-comment on function pgqueue._truncate_day(date) is
-'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create or replace function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-comment on function pgqueue._is_day_empty(date) is
-'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create or replace function pgqueue._truncate_expired_day(at timestamptz)
 returns void
@@ -265,9 +215,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._truncate_expired_day(timestamptz) is
-'Deletes promises that have ended and truncates one day that no queue needs any more. Raises 55P03
-if it is in use, and 40001.';
 
 create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
@@ -294,10 +241,8 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
-'Creates the days ahead, files unfiled messages, and requests the truncation of a day that no queue needs any more.
-Waits for no lock and raises no error.';
 
+-- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create or replace function pgqueue._drop_days(days date[])
 returns setof date
 language plpgsql volatile
@@ -327,10 +272,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive.
-Leaves out a day on which another object depends.';
-
 create or replace function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
 language plpgsql volatile security definer
@@ -386,25 +327,6 @@ that cannot be dropped, because a longer transaction uses the archive or a view 
 same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
-
-create or replace function pgqueue._is_day_doubled(day date)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    doubled boolean;
-begin
-    execute format(
-        'select exists ('
-        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
-    into doubled;
-    return doubled;
-end;
-$$;
-comment on function pgqueue._is_day_doubled(date) is
-'Whether a message is twice among the first hundred of a day of the archive.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -470,7 +392,15 @@ begin
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
     select min(w.d) into doubled
     from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
-    where pgqueue._is_day_doubled(w.d);
+    where exists (
+        select
+        from (
+            select a.queue_name, a.id, a.finished_at from pgqueue.archived_messages a
+            where a.finished_at >= w.d::timestamp at time zone 'UTC' and a.finished_at < (w.d + 1)::timestamp at time zone 'UTC'
+            order by a.queue_name, a.id limit 100
+        ) c
+        group by c.queue_name, c.id, c.finished_at having count(*) > 1
+    );
     if doubled is not null then
         return next row('warning', null, 'doubled_archive',
             format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
@@ -480,9 +410,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
-days, and messages that are there twice.';
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
@@ -502,27 +429,12 @@ begin
     end if;
     perform pgqueue._check_page(max_messages, 0);
     return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
+    select
+        f.id, f.queue_name, f.payload, f.body, f.headers, f.message_id, f.attempt_count, f.max_attempts, f.enqueued_at,
+        f.claimed_at, f.finished_at, f.expires_at, f.claimed_by, f.last_error
+    from (select a.* from pgqueue.archived_messages a union all select u.* from pgqueue.unfiled_messages u) f
+    where f.queue_name = browse_archived_messages.queue_name collate "C" and f.id < coalesce(before_id, 9223372036854775807)
+    order by f.id desc
     limit max_messages;
 end;
 $$;

@@ -28,6 +28,7 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
 22023, PQ001.';
 
+-- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
 create or replace function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
 returns int
 language plpgsql volatile
@@ -62,10 +63,8 @@ begin
     return n;
 end;
 $$;
-comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
-'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
-pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
+-- The caller has locked the dead letters.
 create or replace function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
 language plpgsql volatile
@@ -113,8 +112,6 @@ begin
     where not is_grouped;
 end;
 $$;
-comment on function pgqueue._redrive_slice(pgqueue.queues, bigint[], timestamptz) is
-'Moves dead letters, which the caller has locked, back to their queue, ready at the time.';
 
 create or replace function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
@@ -291,5 +288,3 @@ as $$
             and pgqueue._group_position(m.headers, m.id) = pgqueue._group_position(jsonb_build_object('pgqueue.group', d.name), 0)
     )
 $$;
-comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
-'Groups that wait for a dead letter while they have messages.';

@@ -1,75 +1,48 @@
 -- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
-create or replace function pgqueue._check_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.dead_letter_to is null then
-        return;
-    end if;
-    perform pgqueue._get_locked_queue(q.dead_letter_to);
-    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
-    -- such a name.
-    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
-    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-    if exists (
-        with recursive chain as (
-            select q.dead_letter_to as name
-            union
-            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
-        )
-        select from chain c where c.name = q.name
-    ) then
-        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to,
-            format('a queue whose dead letters do not come back to queue %L', q.name));
-    end if;
-end;
-$$;
-comment on function pgqueue._check_dead_letter_to(pgqueue.queues) is
-'Raises PQ001 if the queue that dead_letter_to names does not exist, and 22023 if dead letters would go in a circle.';
-
-create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._check_dead_letter_to(q);
-end;
-$$;
-comment on function pgqueue._on_queue_created_dead_letter_to(pgqueue.queues) is
-'Checks dead_letter_to of a new queue.';
-
 create or replace function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if after.dead_letter_to is distinct from before.dead_letter_to then
-        perform pgqueue._check_dead_letter_to(after);
-        perform pgqueue._wake_dead_letter_queue(after);
+    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
+        return;
     end if;
+    perform pgqueue._get_locked_queue(after.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    if exists (
+        with recursive chain as (
+            select after.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = after.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', after.name));
+    end if;
+    -- The other queue gets the dead letters that exist already.
+    perform pgqueue._wake_dead_letter_queue(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_dead_letter_to(pgqueue.queues, pgqueue.queues) is
-'Checks a new dead_letter_to, and notifies the consumers of that queue: it gets the dead letters that exist already.';
+
+create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
 
 create or replace function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
     -- A later queue of this name, perhaps of another owner, gets no dead letters.
-    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name;
-end;
+    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
 $$;
-comment on function pgqueue._on_queue_dropping_dead_letter_to(pgqueue.queues) is
-'Ends dead_letter_to of the queues that name the dropped one. Their dead letters stay where they are.';
 
 create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
 returns void
@@ -101,6 +74,3 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._on_queue_sweeping_dead_letter_to(pgqueue.queues) is
-'Takes dead letters of the queues whose dead_letter_to is this queue, in up to eight slices, without waiting for other
-transactions that have locked them.';

@@ -490,7 +490,7 @@ as $$
     from (
         select
             c.oid::regclass as relation, c.relowner, c.relacl,
-            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+            split_part(encode(g.tgargs, 'escape'), e'\\000', 1) as queue_name
         from pg_trigger g
         join pg_class c on c.oid = g.tgrelid
         where g.tgfoid = 'pgqueue._insert_by_transport'::regproc

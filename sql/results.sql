@@ -2,6 +2,7 @@
 -- writes the outcome in the transaction of its acknowledgement. Nothing is written when a message dies or is removed:
 -- get_result looks for the message.
 
+-- A result that is not finished has failed if its message is gone.
 create or replace function pgqueue._as_result(r pgqueue.results)
 returns pgqueue.result
 language plpgsql volatile
@@ -24,8 +25,6 @@ begin
         r.started_at, r.last_attempted_at, coalesce(r.finished_at, dead.died_at), r.expires_at)::pgqueue.result;
 end;
 $$;
-comment on function pgqueue._as_result(pgqueue.results) is
-'A result as the public functions return it. It has failed if it is not finished and its message is gone.';
 
 create or replace function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
@@ -134,6 +133,7 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
+-- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
 create or replace function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
 returns bigint
 language sql volatile
@@ -155,9 +155,6 @@ as $$
     )
     select count(*) from gone
 $$;
-comment on function pgqueue._purge_results(pgqueue.queues, timestamptz, int) is
-'Deletes up to batch_size results that have expired before a time or, if a queue is given, those of the queue that ended
-before it, and returns how many. Waits for no other transaction.';
 
 create or replace function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
 returns bigint
@@ -181,21 +178,13 @@ that have expired, so this call is for what shall go earlier. Raises 22023, PQ00
 
 create or replace function pgqueue._on_housekeeping_due_results(at timestamptz)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
-    if pgqueue._purge_results(null, at, 1000) = 1000 then
-        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
-    end if;
-end;
+    select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
+    where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
-comment on function pgqueue._on_housekeeping_due_results(timestamptz) is
-'Deletes results that have expired, 1000 at a time.';
 
 create or replace function pgqueue._on_queue_dropping_results(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_results(pgqueue.queues) is
-'Deletes the results of the queue.';

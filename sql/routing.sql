@@ -33,9 +33,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._match_subscription() is
-'Trigger of subscriptions. subscribe gives the name of a queue: queue_address becomes the address of its relation, if it
-has one. An endpoint gives an address: queue_name becomes the queue to which it leads. Raises 22023, 23502, PQ001.';
 
 create or replace trigger match_new_subscription
 before insert on pgqueue.subscriptions
@@ -51,8 +48,6 @@ create or replace function pgqueue._subscriptions_comment()
 returns text
 language sql immutable parallel safe
 as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
-comment on function pgqueue._subscriptions_comment() is
-'Returns the comment that marks the relations of expose_subscriptions.';
 
 create or replace function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
@@ -158,6 +153,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_routing(pgqueue.queues) is
-'The findings of doctor about a subscribed queue that endpoints do not find, because it has no relation or the relation
-was renamed by hand.';

@@ -17,8 +17,6 @@ begin
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
 end;
 $$;
-comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
-'Raises PQ010 staged_messages_lost.';
 
 create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
 returns void
@@ -33,8 +31,6 @@ begin
         hint = hint;
 end;
 $$;
-comment on function pgqueue._raise_in_row(text, int, int, text, text) is
-'Raises an error of a single message again, with its row and partition in the message.';
 
 create or replace function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
@@ -48,14 +44,15 @@ declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if partition is null then
-        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
-    end if;
-    if attempt is null then
-        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    if num_nulls(run, partition, attempt) > 0 then
+        perform pgqueue._raise_invalid(n.name, null, n.wanted)
+        from (
+            values
+            (run is null, 'run', 'the id of a run'),
+            (partition is null, 'partition', 'the number of a partition'),
+            (true, 'attempt', 'the number of an attempt')
+        ) as n (is_null, name, wanted)
+        where n.is_null limit 1;
     end if;
     insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
     values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
@@ -99,9 +96,6 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
     perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
 end;
 $$;
-comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the
-number of the message.';
 
 create or replace function pgqueue._measure_messages()
 returns trigger
@@ -154,13 +148,12 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
-raises an error for messages that enqueue would refuse.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
+-- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
+-- current_user is the owner.
 create or replace function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
@@ -170,100 +163,10 @@ as $$
     order by a.token
     for update
 $$;
-comment on function pgqueue._lock_own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run, and locks them: no other session sends or
-deletes them until the transaction ends. Uses session_user, because current_user is the owner inside a security definer
-function.';
 
-create or replace function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    earlier pgqueue.sink_commits;
-begin
-    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
-    -- entry.
-    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
-    values (app_id, version, run, messages, session_user, pgqueue._now())
-    on conflict do nothing;
-    if found then
-        if exists (
-            select from pgqueue.sink_commits c
-            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
-        ) then
-            perform pgqueue._raise_invalid('version', version::text,
-                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
-        end if;
-        return true;
-    end if;
-    select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- Messages must not be discarded because of another role's entry: that would lose them.
-    if earlier.committed_by <> session_user then
-        perform pgqueue._raise_invalid('app_id', app_id,
-            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
-    end if;
-    return false;
-end;
-$$;
-comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
-if it is so old that the ledger has forgotten it.';
-
-create or replace function pgqueue._take_staged_keys(
-    q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
-)
+-- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
+create or replace function pgqueue._send_staged(q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz)
 returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    keys text[];
-    ids bigint[];
-begin
-    if not exists (
-        select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null
-    ) then
-        return null;
-    end if;
-    keys := array(
-        select u.key
-        from unnest(tokens) with ordinality as t (token, place)
-        join pgqueue.staged_messages s on s.token = t.token
-        cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
-            as u (key, nothing, place)
-        order by t.place, s.row_number, u.place
-    );
-    -- A message that is staged after this would get no id. sink_commit finds which messages are missing.
-    if cardinality(keys) <> expected then
-        return null;
-    end if;
-    -- As in enqueue_batch, this lock is taken before the ids.
-    lock table only pgqueue.messages in row exclusive mode;
-    ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
-    return array(
-        select case when u.holder = u.id then u.id else 0 end
-        from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
-            as u (id, holder, place)
-        order by u.place
-    );
-end;
-$$;
-comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, timestamptz) is
-'Takes the keys of the messages staged under all tokens of a queue, as enqueue_batch does for one batch. Returns an id
-for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
-null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
-
-create or replace function pgqueue._send_staged(
-    token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
-)
-returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -273,17 +176,42 @@ set enable_sort = off
 set jit = off
 as $$
 declare
+    keys text[];
+    ids bigint[];
     published bigint;
     delayed bigint;
     due_at timestamptz;
+    sent bigint[];
 begin
-    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
+    if exists (select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null) then
+        keys := array(
+            select u.key
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages s on s.token = t.token
+            cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
+                as u (key, nothing, place)
+            order by t.place, s.row_number, u.place
+        );
+    end if;
+    -- If the number is wrong, sink_commit finds which messages are missing.
+    if cardinality(keys) = expected then
+        -- As in enqueue_batch, this lock is taken before the ids.
+        lock table only pgqueue.messages in row exclusive mode;
+        ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
+        -- The message of a key that is taken gets the id 0, and is counted but not sent.
+        ids := array(
+            select case when u.holder = u.id then u.id else 0 end
+            from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
+                as u (id, holder, place)
+            order by u.place
+        );
+    end if;
     with staged as not materialized (
-        select s.delays, s.row_number, u.*, ids[s.place + u.place] as id
+        select s.place + u.place as place, u.payload, u.body, u.headers, u.message_id, u.delay, u.expires_in, ids[s.place + u.place] as id
         from (
-            select c.*, _send_staged.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
-            from pgqueue.staged_messages c
-            where c.token = _send_staged.token
+            select c.*, sum(c.messages) over (order by t.place, c.row_number) - c.messages as place
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages c on c.token = t.token
         ) s
         cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
             with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
@@ -311,31 +239,29 @@ begin
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
         from (
-            select m.*, row_number() over (partition by m.delay order by m.row_number, m.place) as n
+            select m.*, row_number() over (partition by m.delay order by m.place) as n
             from staged m
-            where m.delays is not null and m.delay > interval '0' and m.id is distinct from 0
+            where m.delay > interval '0' and m.id is distinct from 0
         ) d
-        order by d.row_number, d.place
+        order by d.place
         returning scheduled_messages.due_at
     )
     select
         (select count(*) from due), count(*), min(l.due_at),
-        (
-            select coalesce(sum(c.messages), 0) from pgqueue.staged_messages c
-            where c.token = _send_staged.token and c.largest_bytes <= q.max_payload_bytes
+        array(
+            select coalesce(sum(c.messages) filter (where c.largest_bytes <= q.max_payload_bytes), 0)
+            from unnest(tokens) with ordinality as t (token, place)
+            left join pgqueue.staged_messages c on c.token = t.token
+            group by t.place order by t.place
         )
-    into published, delayed, due_at, handled from later l;
+    into published, delayed, due_at, sent from later l;
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
     perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
-    return handled;
+    return sent;
 end;
 $$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
-'Sends the messages staged under a token, in their order, and returns their number. Leaves out rows that have a message
-over the limit of the queue. ids is the result of _take_staged_keys, and handled the number of messages under earlier
-tokens. A message whose id is 0 is not sent, but counted.';
 
 create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -352,9 +278,6 @@ begin
     return discarded;
 end;
 $$;
-comment on function pgqueue._discard_staged(uuid) is
-'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of
-messages.';
 
 create or replace function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -384,8 +307,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for invalid arguments of sink_commit.';
 
 create or replace function pgqueue.sink_commit(
     run uuid,
@@ -401,13 +322,13 @@ set search_path = pg_catalog, pg_temp
 set jit = off
 as $$
 declare
-    attempts pgqueue.staged_attempts[];
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
+    ledger constant text := coalesce(app_id, run::text);
+    entry constant bigint := coalesce(version, 0);
+    earlier_role name;
     at timestamptz;
-    q pgqueue.queues;
-    winner record;
-    ids bigint[];
-    handled bigint;
-    published bigint;
+    part record;
+    sent bigint[];
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
@@ -422,42 +343,54 @@ begin
         where a.run = sink_commit.run and a.staged_by = session_user and a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_sink_commit(
-        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
-    ) then
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    select ledger, entry, run, coalesce(sum(n), 0), session_user, pgqueue._now() from unnest(counts) as n
+    on conflict do nothing;
+    if not found then
+        -- Messages must not be discarded because of another role's entry: that would lose them.
+        select c.committed_by into earlier_role from pgqueue.sink_commits c
+        where c.app_id = ledger collate "C" and c.version = entry;
+        if earlier_role <> session_user then
+            perform pgqueue._raise_invalid('app_id', ledger,
+                format('an app_id of your own: version %s of this one was committed by role %I', entry, earlier_role));
+        end if;
         perform pgqueue._discard_staged(run);
         return false;
     end if;
+    if exists (
+        select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry
+    ) then
+        perform pgqueue._raise_invalid('version', entry::text,
+            format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
+    end if;
 
-    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- Read the clock after all locks are taken: delays count from this time.
-    at := pgqueue._now();
-    for winner in
-        select a as attempt, t.expected
+    for part in
+        select
+            c as queue, array_agg(t.token order by t.place) as tokens, array_agg(t.expected order by t.place) as counts
         from unnest(tokens, counts) with ordinality as t (token, expected, place)
-        left join unnest(attempts) as a on a.token = t.token
-        order by (a).queue_name, t.place
+        left join pgqueue._lock_own_attempts(run) a on a.token = t.token
+        left join pgqueue.queues c on c.name = a.queue_name
+        group by c.name
+        order by c.name
     loop
-        if q.name is distinct from (winner.attempt).queue_name then
-            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
-            select pgqueue._take_staged_keys(q, array_agg(t.token order by t.place), sum(t.expected)::bigint, at)
-            into ids
-            from unnest(tokens, counts) with ordinality as t (token, expected, place)
-            join unnest(attempts) as a on a.token = t.token
-            where a.queue_name = q.name;
-            handled := 0;
-        end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at, ids, handled);
-        if published <> winner.expected then
-            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
-            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
-            order by s.row_number;
+        -- Read the clock after all locks are taken: delays count from this time.
+        at := pgqueue._now();
+        sent := pgqueue._send_staged(part.queue, part.tokens, (select sum(n) from unnest(part.counts) as n)::bigint, at);
+        if sent <> part.counts then
+            perform pgqueue._check_messages(s, a)
+            from pgqueue.staged_messages s join pgqueue.staged_attempts a on a.token = s.token
+            where s.token = any (part.tokens) and s.largest_bytes > (part.queue).max_payload_bytes
+            order by array_position(part.tokens, s.token), s.row_number;
             perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+            perform pgqueue._raise_staged_messages_lost(sink_commit.run, a.partition, n.expected, n.sent)
+            from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
+            left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
+            where n.sent <> n.expected
+            order by n.place;
         end if;
-        handled := handled + published;
-        perform pgqueue._wake_if_waiting(q, pgqueue._now());
+        perform pgqueue._wake_if_waiting(part.queue, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
     return true;
@@ -581,5 +514,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';

@@ -14,8 +14,6 @@ begin
         hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
 end;
 $$;
-comment on function pgqueue._raise_stream_not_found(text, text) is
-'Raises PQ005 stream_not_found.';
 
 create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
 returns void
@@ -31,8 +29,6 @@ begin
         hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
 end;
 $$;
-comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
-'Raises PQ006 stream_fenced.';
 
 create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
 returns void
@@ -54,16 +50,14 @@ begin
         hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
 end;
 $$;
-comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
-'Raises PQ007 stream_out_of_step.';
 
 create or replace function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
-created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
+restored database, and an old reader could pass for the new one.';
 
 create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -79,8 +73,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create or replace function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -100,8 +92,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_stream(text, text) is
-'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create or replace function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -113,8 +103,6 @@ as $$
         s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
     )::pgqueue.stream
 $$;
-comment on function pgqueue._public_stream(pgqueue.streams) is
-'Returns the public columns of a stream.';
 
 create or replace function pgqueue.stream_open(
     queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
@@ -227,15 +215,11 @@ begin
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
 
 create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Deletes the streams of the queue.';
 
 create or replace function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -255,5 +239,3 @@ begin
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'The findings of doctor about the streams of a queue: reservations that have run out.';

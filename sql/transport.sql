@@ -14,8 +14,6 @@ begin
         hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
 end;
 $$;
-comment on function pgqueue._raise_exposed(text, regclass) is
-'Raises 42710: the queue already has a relation. A queue has at most one.';
 
 create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -43,16 +41,11 @@ exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
 $$;
-comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise.
-Raises PQ004 if a longer transaction uses the table.';
 
 create or replace function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._transport_table(pgqueue.queues) is
-'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
 create or replace function pgqueue._transport_of(q pgqueue.queues)
 returns regclass
@@ -73,36 +66,6 @@ exception when undefined_table then
     return null;
 end;
 $$;
-comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation of a queue that the caller has locked; null if it is not exposed. Raises
-40001 if it was exposed after the snapshot was taken.';
-
-create or replace function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
-returns pgqueue.transports
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    lowest bigint;
-begin
-    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
-    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
-    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
-    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
-        t.settled_seq := t.bound_seq;
-        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
-        t.bound_id := nextval('pgqueue.message_id');
-    end if;
-    execute format(
-        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
-    into lowest using t.head;
-    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
-    return t;
-end;
-$$;
-comment on function pgqueue._record_transport_head(pgqueue.queues, pgqueue.transports) is
-'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
-may appear.';
 
 create or replace function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
@@ -118,53 +81,66 @@ declare
     at constant timestamptz := pgqueue._now();
     past_the_end constant bigint := 9223372036854775807;
     table_name constant text := pgqueue._transport_table(q);
+    seen pgqueue.transports;
     t pgqueue.transports;
-    locked_row pgqueue.transports;
+    lowest bigint;
     is_due boolean;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
     end if;
-    execute format('select t.head, t.next_at from %s t', table_name) into t.head, t.next_at;
+    execute format('select t.head, t.next_at from %s t', table_name) into seen.head, seen.next_at;
     -- A transaction that receives can stay open while its handler works, and would hold the row for that long. For two
     -- seconds it leaves this work to statements that only read. A next_at more than a minute ahead was set while the
     -- clock was wrong, and is ignored.
     if current_setting('transaction_read_only')::boolean
-        or t.next_at < at + interval '1 min' and (
-            t.next_at > at
-            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        or seen.next_at < at + interval '1 min' and (
+            seen.next_at > at
+            or seen.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
         )
     then
-        return t.head;
+        return seen.head;
     end if;
     -- A fixed snapshot does not show all rows up to settled_seq.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id from %s t'
             ' for no key update skip locked', table_name)
-        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.bound_id;
+        into t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id;
     end if;
     if not pgqueue._try_lock_existing_queue(q) then
-        return t.head;
+        return seen.head;
     end if;
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
     is_due := exists (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
-    if is_due and (locked_row.head is not null or t.next_at not between at - interval '2 s' and at + interval '1 min') then
+    if is_due and (t.head is not null or seen.next_at not between at - interval '2 s' and at + interval '1 min') then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
     end if;
-    if locked_row.head is not null then
-        -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the
-        -- vacant ones.
-        perform pgqueue._adopt_messages(q);
-        perform pgqueue._record_vacant_ids(q, at, 0);
-        t := pgqueue._record_transport_head(q, locked_row);
-        execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-        perform pgqueue._do_maintenance_if_due(at);
+    if t.head is null then
+        return seen.head;
     end if;
+    -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the vacant
+    -- ones.
+    perform pgqueue._adopt_messages(q);
+    perform pgqueue._record_vacant_ids(q, at, 0);
+    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
+    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
+    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
+    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
+        t.bound_id := nextval('pgqueue.message_id');
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
+    using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
+    perform pgqueue._do_maintenance_if_due(at);
     return t.head;
 end;
 $$;
@@ -266,13 +242,7 @@ begin
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
-        ' execute function pgqueue._insert_by_transport(%L)', relation, q.name);
-    if flavor = 'sqlserver' then
-        -- Triggers fire in the order of their names.
-        execute format(
-            'create trigger add_legacy_headers instead of insert on %s for each row'
-            ' execute function pgqueue._add_legacy_headers()', relation);
-    end if;
+        ' execute function pgqueue._insert_by_transport(%L, %L)', relation, q.name, flavor);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
@@ -284,9 +254,6 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
-returns its address.';
 
 create or replace function pgqueue._transport_address(relation regclass)
 returns text
@@ -296,8 +263,6 @@ as $$
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
-comment on function pgqueue._transport_address(regclass) is
-'Returns the address of a relation, in the form that a transport uses.';
 
 create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
 returns void
@@ -318,8 +283,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, name) is
-'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create or replace function pgqueue.expose_transport(
     queue_name pgqueue.queue_of_admin,
@@ -410,8 +373,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._unexpose(pgqueue.queues) is
-'Drops the relation of a queue; returns false if there is none.';
 
 create or replace function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
 returns boolean
@@ -456,18 +417,15 @@ begin
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
         'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
-        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and g.tgargs = $3'
+        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, seq_register::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    using q.name, seq_register::regclass, e'\\000';
     perform pgqueue._sync_archive_trigger(q);
     if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
-'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
-have one.';
 
 create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -489,16 +447,11 @@ begin
     perform pgqueue._sync_archive_trigger(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets a
-rate_limit, and 40001 if an old snapshot may hide that the queue is exposed.';
 
 create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._unexpose(q) $$;
-comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues) is
-'Drops the relation of the queue.';
 
 create or replace function pgqueue._findings_of_transport(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -544,6 +497,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped by hand, its sequence is behind, or an index on
-expires is missing.';

@@ -15,8 +15,6 @@ begin
         schema = schema_name, table = table_name, column = column_name;
 end;
 $$;
-comment on function pgqueue._raise_null_column(name, name, name) is
-'Raises 23502: a transport inserted null into a column that must not be null.';
 
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
@@ -50,6 +48,8 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
     largest constant int := greatest(65536, q.max_payload_bytes);
     headers jsonb;
+    row_sent record;
+    legacy jsonb;
 begin
     if new.id is null then
         perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
@@ -78,6 +78,17 @@ begin
             -- A transport moves a message whose headers it cannot read to the error queue of its endpoint. A consumer
             -- rejects a message whose headers are not an object.
             headers := to_jsonb(new.headers);
+        elsif tg_argv[1] = 'sqlserver' then
+            -- Only the relations of this flavor have the columns, so they are read as JSON, without the body.
+            row_sent := new;
+            row_sent.body := null;
+            legacy := to_jsonb(row_sent);
+            legacy := jsonb_strip_nulls(jsonb_build_object(
+                'NServiceBus.CorrelationId', legacy -> 'correlationid', 'NServiceBus.ReplyToAddress', legacy -> 'replytoaddress'));
+            if legacy <> '{}' then
+                headers := legacy || headers;
+                new.headers := headers::text;
+            end if;
         end if;
     end if;
     insert into pgqueue.messages (
@@ -98,31 +109,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._insert_by_transport() is
-'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
-cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
-
-create or replace function pgqueue._add_legacy_headers()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    own constant jsonb := jsonb_strip_nulls(jsonb_build_object(
-        'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress));
-begin
-    if own <> '{}' and jsonb_typeof(new.headers::jsonb) = 'object' then
-        new.headers := (own || new.headers::jsonb)::text;
-    end if;
-    return new;
-exception when others then
-    -- The next trigger deals with headers that cannot be read.
-    return new;
-end;
-$$;
-comment on function pgqueue._add_legacy_headers() is
-'Trigger of a relation of flavor sqlserver: correlationid and replytoaddress become headers if the headers lack them.';
 
 create or replace function pgqueue._assign_transport_place()
 returns trigger
@@ -137,9 +123,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at
-the end of the queue, and fills in transport_id and transport_headers.';
 
 create or replace function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -165,6 +148,3 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
-receive does. Expired messages are not archived.';

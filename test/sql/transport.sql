@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(163);
+select plan(165);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -251,7 +251,11 @@ select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '"no j
 insert into public."transport-sqlserver" (correlationid, replytoaddress, recoverable, headers, body) values ('c1', 'r1', true, '{"x":"y"}', 'b'), ('c1', null, true, '{"NServiceBus.CorrelationId":"c2"}', 'b');
 select results_eq($$ select t.correlationid::text, t.replytoaddress::text, t.recoverable, t.rowversion = t.seq from public."transport-sqlserver" t order by t.rowversion $$,
     $$ values ('c1', 'r1', true, true), ('c2', null, true, true) $$, 'the relation returns the legacy columns, and headers override them');
+select is(array(select t.headers from public."transport-sqlserver" t order by t.rowversion),
+    array['{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', '{"NServiceBus.CorrelationId": "c2"}'], 'headers with a legacy column are written in the form of jsonb');
 select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'claim returns the legacy columns as headers');
+insert into public."transport-sqlserver" (recoverable, headers) values (true, '{"z":"1",  "a":"2"}');
+select is((select t.headers from public."transport-sqlserver" t order by t.rowversion desc limit 1), '{"z":"1",  "a":"2"}', 'headers without a legacy column are read byte for byte');
 select throws_ok($$ insert into public."transport-sqlserver" (correlationid, headers) values ('c', null) $$, '23502', null, 'the relation of flavor sqlserver refuses headers that are null');
 select pgqueue.drop_queue('transport-sqlserver') as dropped \gset
 select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'expose_transport refuses an unknown flavor');
