@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(102);
+select plan(103);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -254,6 +254,7 @@ select pg_temp.pass('4 s') \gset
 select is((select c.payload from pgqueue.claim('lazy') c), '2', 'a claim that finds a new message makes no sweep that is late by less than five seconds');
 select pg_temp.pass('2 s') \gset
 select is((select c.payload from pgqueue.claim('lazy') c), '1', 'a claim makes a sweep that is late by five seconds, and returns a message whose claim has ended');
+select is((select c.payload from pgqueue.claim('lazy') c), '2', 'a sweep that has found enough messages is due again at once, before new messages');
 
 -- For a second after a short full pass, a claim that finds too few messages sweeps only if this would find others.
 create function pg_temp.next_sweep_at(queue text) returns bigint language sql

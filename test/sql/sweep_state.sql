@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(73);
+select plan(74);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -238,6 +238,24 @@ end $$;
 select set_config('test.partition', :'partition', true) \gset
 select cmp_ok(pg_temp.pages($$ select pgqueue._sweep(q, '{}', pgqueue._now(), 1, pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
     '<', 700::bigint, 'a sweep ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
+insert into pgqueue.messages (id, queue_name, payload, max_attempts, visible_at, kind) overriding system value
+select (select max(k.id) + 4000 from kept k), 'steps', '1', 5, pgqueue._now(), q.kind from pgqueue.queues q where q.name = 'steps';
+create function pg_temp.sweeps_until_found() returns int language plpgsql
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+as $$
+begin
+    for n in 1..50 loop
+        -- No sweep records vacant ids, from which the next one could tell where to start.
+        update pgqueue.sweep_state s set recorded_at = pgqueue._now() where s.queue_name = 'steps';
+        if pgqueue._sweep(q, '{}', pgqueue._now(), 1, pg_sequence_last_value(q.fresh_from_id)) <> '{}' from pgqueue.queues q where q.name = 'steps' then
+            return n;
+        end if;
+    end loop;
+    return null;
+end;
+$$;
+select cmp_ok(pg_temp.sweeps_until_found(), '>', 1, 'a sweep goes on where the last one had to stop, and so finds what one sweep alone does not reach');
+delete from pgqueue.messages m where m.queue_name = 'steps' and m.id not in (select k.id from kept k);
 select cmp_ok(pg_temp.pages($$ select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
     '<', 2500::bigint, '_record_vacant_ids ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
 delete from pgqueue.messages m where m.queue_name = 'steps';
