@@ -25,9 +25,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._walk_from(pgqueue.queues, bigint, bigint[], timestamptz, int) is
-'The ids of up to wanted ready messages from from_id on, locked, without those in taken. A walk that is over takes
-visible messages that are not ready, too (_is_walk_over).';
 
 create or replace function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
 returns bigint
@@ -43,8 +40,6 @@ begin
         select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
 end;
 $$;
-comment on function pgqueue._last_id_from(pgqueue.queues, bigint) is
-'The highest id of a message, if it is from_id or higher; otherwise null.';
 
 create or replace function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
@@ -119,8 +114,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int, bigint[]) is
-'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create or replace function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -171,8 +164,6 @@ begin
     return candidate_ids[:tokens_taken];
 end;
 $$;
-comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
-'The part of _lock_candidates for a queue with limits.';
 
 create or replace function pgqueue._are_only_visible(
     queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
@@ -348,9 +339,6 @@ begin
     from pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids) s;
 end;
 $$;
-comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and the kind of the queue.
-Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
 create or replace function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
@@ -389,9 +377,6 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue._claim_special(text, bigint, bigint[], interval, text) is
-'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
-candidate_ids. For a queue of another kind than plain.';
 
 create or replace function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,

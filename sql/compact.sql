@@ -16,8 +16,6 @@ begin
         hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
 end;
 $$;
-comment on function pgqueue._raise_not_read_committed(text) is
-'Raises 25001: the call is in a transaction that keeps its snapshot.';
 
 create or replace function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
@@ -42,8 +40,6 @@ as $$
     select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
-comment on function pgqueue._compactable_tables() is
-'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create or replace function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
@@ -63,8 +59,6 @@ as $$
     where s.bytes >= t.least_bytes
     order by s.bytes desc
 $$;
-comment on function pgqueue._overgrown_tables() is
-'The tables that are large and, by the statistics, nearly all dead, the largest first.';
 
 create or replace function pgqueue._pinned_transactions()
 returns bigint
@@ -114,8 +108,6 @@ as $$
     where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
-comment on function pgqueue._tables_to_compact() is
-'The tables that are compacted automatically, the largest first.';
 
 create or replace function pgqueue._is_compaction_on()
 returns boolean
@@ -179,8 +171,6 @@ as $$
     from pg_catalog.pg_attribute a
     where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
 $$;
-comment on function pgqueue._column_list(regclass, text, text) is
-'The columns of a table that an insert can set, each formatted with the pattern.';
 
 create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray)
 returns bigint
@@ -294,8 +284,6 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
-'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create or replace function pgqueue._compact_overgrown(at timestamptz)
 returns void
@@ -364,8 +352,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._compact_tables(text, regclass[]) is
-'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
 
 create or replace function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
@@ -493,5 +479,3 @@ exception when lock_not_available then
     null;
 end;
 $$;
-comment on function pgqueue._findings_of_compact(pgqueue.queues) is
-'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';

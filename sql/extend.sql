@@ -14,8 +14,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 if id or claim_token is null.';
 
 create or replace function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
 returns timestamptz
@@ -27,9 +25,6 @@ begin
     return claim_end;
 end;
 $$;
-comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
-'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
-the claim, which has locked messages.';
 
 create or replace function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null

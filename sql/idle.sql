@@ -42,9 +42,6 @@ begin
             (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
-comment on function pgqueue._is_idle(pgqueue.queues, timestamptz) is
-'Whether a queue holds no message, and no session has claimed, received or waited in it for its expires_after_idle, by
-its registers, to five seconds.';
 
 create or replace function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -126,8 +123,6 @@ as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
-comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
-'Drops up to ten idle queues when a queue is created.';
 
 create or replace function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -140,5 +135,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
-'Drops up to ten idle queues when a queue becomes dedicated.';

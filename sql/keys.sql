@@ -18,8 +18,6 @@ create or replace function pgqueue._matches_key(
 returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create or replace function pgqueue._has_current_key_lookup()
 returns boolean
@@ -58,8 +56,6 @@ begin
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
-comment on function pgqueue._install_key_lookup() is
-'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -76,8 +72,6 @@ create or replace function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The elements of ids that are not in others, in order.';
 
 create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -85,8 +79,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
@@ -95,8 +87,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -104,9 +94,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
-'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
-conditions on columns.';
 
 create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
 returns boolean
@@ -114,8 +101,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
@@ -128,8 +113,6 @@ create or replace function pgqueue._is_claimed_by(m pgqueue.messages_shared, cla
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
-comment on function pgqueue._is_claimed_by(pgqueue.messages_shared, uuid) is
-'The same for a message of messages_shared.';
 
 create or replace function pgqueue._is_unclaimed(m pgqueue.messages)
 returns boolean

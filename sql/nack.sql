@@ -18,8 +18,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
@@ -113,8 +111,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
-'The common part of nack and reject.';
 
 create or replace function pgqueue.nack(
     queue_name pgqueue.queue_of_consumer,

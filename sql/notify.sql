@@ -19,16 +19,11 @@ begin
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
-comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies waiting consumers when the transaction commits.';
 
 create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
-comment on function pgqueue._wake_dead_letter_queue(pgqueue.queues) is
-'Notifies the consumers of the queue that takes the dead letters of this one, if there is such a queue. Reads and locks
-nothing of it.';
 
 create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -49,8 +44,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._wake_if_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers if any are waiting.';
 
 create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
 returns void
@@ -67,5 +60,3 @@ begin
     perform pgqueue._wake_if_waiting(q, pgqueue._now());
 end;
 $$;
-comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';

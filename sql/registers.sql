@@ -14,8 +14,6 @@ create or replace function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
-comment on function pgqueue._from_micros(bigint) is
-'The moment that a register value denotes.';
 
 create or replace function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
@@ -78,17 +76,11 @@ begin
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;
-comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
-identifier.';
 
 create or replace function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
-comment on function pgqueue._register_value(regclass) is
-'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
-without the sequences.';
 
 create or replace function pgqueue._sequence_name(role text, queue_name text)
 returns text
@@ -102,8 +94,6 @@ create or replace function pgqueue._counter(role text, queue_name text)
 returns regclass
 language sql stable parallel safe
 as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
-comment on function pgqueue._counter(text, text) is
-'A counter of a queue; null if it is missing. Reads the catalog cache. Inlined.';
 
 create or replace function pgqueue._counter_roles()
 returns text[]
@@ -126,8 +116,6 @@ begin
     return messages;
 end;
 $$;
-comment on function pgqueue._count_many(regclass, regclass, int) is
-'The part of _count for several messages.';
 
 create or replace function pgqueue._count(role text, queue_name text, messages int)
 returns int
@@ -159,9 +147,6 @@ as $$
             else '' end,
         'null')
 $$;
-comment on function pgqueue._total_query(text, text) is
-'The SQL expression for the number of messages that a queue has counted in a role; null if a counter is missing.
-Inlined.';
 
 create or replace function pgqueue._missing_counters(queue_name text)
 returns text[]
@@ -169,8 +154,6 @@ language sql stable
 as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
-comment on function pgqueue._missing_counters(text) is
-'The roles for which a queue has no counter.';
 
 create or replace function pgqueue._create_counters(queue_name text)
 returns void
@@ -189,8 +172,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_counters(text) is
-'Creates the counters of a queue that are missing.';
 
 create or replace function pgqueue._drop_counters(queue_name text)
 returns void
@@ -206,8 +187,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_counters(text) is
-'Drops the counters of a queue.';
 
 create or replace function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -231,5 +210,3 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._revoke_default_privileges(regclass) is
-'Revokes what the default privileges of the owner granted on a new table or sequence.';

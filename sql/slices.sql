@@ -12,8 +12,6 @@ as $$
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
     )
 $$;
-comment on function pgqueue._has_uncommitted_delays() is
-'Whether another running or prepared transaction has written to scheduled_messages.';
 
 create or replace function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
@@ -86,8 +84,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
-'Deletes messages, which the caller has locked, and returns them by id.';
 
 create or replace function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
@@ -118,9 +114,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
-'The ids of the first 1000 messages from from_id to below_id, and those of the ready ones and of the spent ones among
-them. Null if there are none.';
 
 create or replace function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns bigint[]
@@ -142,8 +135,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
-'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
 
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
@@ -316,6 +307,3 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_found_spent_messages(pgqueue.queues, timestamptz, int) is
-'Finds spent messages and removes up to wanted of them, those with the lowest ids first, and returns how many. Ends when
-half of statement_timeout has passed.';

@@ -108,9 +108,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
-their ids.';
 
 create or replace function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
 returns bigint[]
@@ -127,8 +124,6 @@ begin
     return ready_ids;
 end;
 $$;
-comment on function pgqueue._keep_ready(pgqueue.queues, bigint[], timestamptz) is
-'Those of the ids that are ready, after a walk that has ended because of _is_walk_over.';
 
 create or replace function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
@@ -161,9 +156,6 @@ begin
     cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
 $$;
-comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
-'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id
-of the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
@@ -187,8 +179,6 @@ begin
         where l.queue_name = q.name and l.check_at <= up_to));
 end;
 $$;
-comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is
-'Deletes rows that _read_requeued has found gone, with a check_at up to up_to.';
 
 create or replace function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
@@ -227,10 +217,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
-of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
-of ready messages, locked.';
 
 create or replace function pgqueue._sweep_recent_and_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
@@ -287,9 +273,6 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bigint[], timestamptz) is
-'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
-by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
 create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
@@ -309,9 +292,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
-'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Sweeps call it.';
 
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -384,9 +364,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._state_for_sweep(pgqueue.queues, timestamptz, bigint) is
-'The row of sweep_state of a queue, after vacant ids were recorded if that is due. Null if another session adds the
-row.';
 
 create or replace function pgqueue._end_sweep(
     q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
@@ -408,9 +385,6 @@ begin
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
 end;
 $$;
-comment on function pgqueue._end_sweep(pgqueue.queues, timestamptz, boolean, bigint[], bigint) is
-'Removes some of the messages that a sweep has found without attempts left or expired, and sets where and when the next
-sweep starts: at once if this one has found enough, else after 20 times its duration.';
 
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint

@@ -46,8 +46,6 @@ as $$
             where s.queue_name = _first_possible_id_of.queue_name
         ), 1)
 $$;
-comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create or replace function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
@@ -59,9 +57,6 @@ as $$
         - coalesce((select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = _possible_ranges.queue_name), '{}')
     ) as r
 $$;
-comment on function pgqueue._possible_ranges(text, bigint, bigint) is
-'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
-requeued_messages.';
 
 create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
 returns timestamptz
@@ -86,9 +81,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._sweep_state_of(text, timestamptz) is
-'The row of the queue in sweep_state. A value that is not recorded, or a time in the future, is replaced by one that
-excludes no row. For callers that need several values.';
 
 create or replace function pgqueue._first_id_of(queue_name text)
 returns bigint
@@ -96,8 +88,6 @@ language sql stable
 as $$
     select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
 $$;
-comment on function pgqueue._first_id_of(text) is
-'The lowest id that the queue can have in messages, scheduled_messages and dead_messages; 1 if nothing is known.';
 
 create or replace function pgqueue._first_due_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -109,8 +99,6 @@ as $$
             where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_due_at_of(text, timestamptz) is
-'The earliest due_at that the queue can have in scheduled_messages; -infinity if nothing is known.';
 
 create or replace function pgqueue._first_check_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -122,8 +110,6 @@ as $$
             where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_check_at_of(text, timestamptz) is
-'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
 create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
@@ -142,9 +128,6 @@ language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
 -- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
 as $$ select least(span + case when span < 131072 then span else span / 8 end, 1152921504606846976) $$;
-comment on function pgqueue._next_span(bigint) is
-'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
-steps. Inlined.';
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
@@ -167,8 +150,6 @@ begin
         order by m.id limit wanted);
 end;
 $$;
-comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, int) is
-'The ids of the first messages from from_id to below_id, up to wanted.';
 
 create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
 returns timestamptz
@@ -184,8 +165,6 @@ begin
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
 $$;
-comment on function pgqueue._visible_at_of(pgqueue.queues, bigint) is
-'When a message is visible; null if it is not in messages.';
 
 create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
@@ -267,9 +246,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._record_first_keys(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
-'Determines first_id, first_due_at and first_check_at again. Each scan starts at the value recorded before, so it reads
-only what was removed since.';
 
 create or replace function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
@@ -283,8 +259,6 @@ as $$
         limit 64
     ) w
 $$;
-comment on function pgqueue._widest_ranges(int8multirange) is
-'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean
@@ -399,8 +373,6 @@ returns boolean
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
-comment on function pgqueue._are_many_pages(bigint, bigint) is
-'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
 
 create or replace function pgqueue._record_if_old(q pgqueue.queues)
 returns void
