@@ -760,20 +760,15 @@ comment on column pgqueue.archive_clock.confirmed_at is
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
-    id bigint not null,
-    held boolean not null default false
+    id bigint not null
 );
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
-create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
-letters of groups that were redriven, which return to messages under their old ids, and messages that another
-transaction held when a sweep passed them.';
+letters of groups that were redriven, which return to messages under their old ids.';
 comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
-comment on column pgqueue.requeued_messages.held is
-'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
 
 create table pgqueue.dedup_keys (
     slice int not null,
@@ -1496,8 +1491,6 @@ create function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
-comment on function pgqueue._from_micros(bigint) is
-'The moment that a register value denotes.';
 
 create function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
@@ -1560,17 +1553,11 @@ begin
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;
-comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
-identifier.';
 
 create function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
-comment on function pgqueue._register_value(regclass) is
-'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
-without the sequences.';
 
 create function pgqueue._sequence_name(role text, queue_name text)
 returns text
@@ -1584,8 +1571,6 @@ create function pgqueue._counter(role text, queue_name text)
 returns regclass
 language sql stable parallel safe
 as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
-comment on function pgqueue._counter(text, text) is
-'A counter of a queue; null if it is missing. Reads the catalog cache. Inlined.';
 
 create function pgqueue._counter_roles()
 returns text[]
@@ -1608,8 +1593,6 @@ begin
     return messages;
 end;
 $$;
-comment on function pgqueue._count_many(regclass, regclass, int) is
-'The part of _count for several messages.';
 
 create function pgqueue._count(role text, queue_name text, messages int)
 returns int
@@ -1641,9 +1624,6 @@ as $$
             else '' end,
         'null')
 $$;
-comment on function pgqueue._total_query(text, text) is
-'The SQL expression for the number of messages that a queue has counted in a role; null if a counter is missing.
-Inlined.';
 
 create function pgqueue._missing_counters(queue_name text)
 returns text[]
@@ -1651,8 +1631,6 @@ language sql stable
 as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
-comment on function pgqueue._missing_counters(text) is
-'The roles for which a queue has no counter.';
 
 create function pgqueue._create_counters(queue_name text)
 returns void
@@ -1671,8 +1649,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_counters(text) is
-'Creates the counters of a queue that are missing.';
 
 create function pgqueue._drop_counters(queue_name text)
 returns void
@@ -1688,8 +1664,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_counters(text) is
-'Drops the counters of a queue.';
 
 create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -1713,8 +1687,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._revoke_default_privileges(regclass) is
-'Revokes what the default privileges of the owner granted on a new table or sequence.';
 -- The delay of a message after a failed attempt, if the consumer gives none.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
@@ -1751,8 +1723,6 @@ create function pgqueue._matches_key(
 returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create function pgqueue._has_current_key_lookup()
 returns boolean
@@ -1791,8 +1761,6 @@ begin
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
-comment on function pgqueue._install_key_lookup() is
-'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -1809,8 +1777,6 @@ create function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The elements of ids that are not in others, in order.';
 
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1818,8 +1784,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
@@ -1828,8 +1792,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1837,9 +1799,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
-'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
-conditions on columns.';
 
 create function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
 returns boolean
@@ -1847,8 +1806,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
@@ -1861,8 +1818,6 @@ create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uu
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
-comment on function pgqueue._is_claimed_by(pgqueue.messages_shared, uuid) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_unclaimed(m pgqueue.messages)
 returns boolean
@@ -2567,16 +2522,11 @@ begin
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
-comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies waiting consumers when the transaction commits.';
 
 create function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
-comment on function pgqueue._wake_dead_letter_queue(pgqueue.queues) is
-'Notifies the consumers of the queue that takes the dead letters of this one, if there is such a queue. Reads and locks
-nothing of it.';
 
 create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -2597,8 +2547,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._wake_if_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers if any are waiting.';
 
 create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
 returns void
@@ -2615,8 +2563,6 @@ begin
     perform pgqueue._wake_if_waiting(q, pgqueue._now());
 end;
 $$;
-comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 -- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
@@ -2763,21 +2709,6 @@ $$;
 comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
 'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
 long. Reads no stored value. Inlined.';
-
-create function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
-returns setof record
-language sql immutable parallel safe
-as $$
-    select min(w.place)::int, max(w.place)::int
-    from (
-        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
-        from unnest(sizes) with ordinality as s (bytes, place)
-    ) w
-    group by w.slice
-    order by w.slice
-$$;
-comment on function pgqueue._slices(bigint[]) is
-'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
 
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile
@@ -4475,8 +4406,6 @@ as $$
             where s.queue_name = _first_possible_id_of.queue_name
         ), 1)
 $$;
-comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
@@ -4488,9 +4417,6 @@ as $$
         - coalesce((select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = _possible_ranges.queue_name), '{}')
     ) as r
 $$;
-comment on function pgqueue._possible_ranges(text, bigint, bigint) is
-'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
-requeued_messages.';
 
 create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
 returns timestamptz
@@ -4515,9 +4441,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._sweep_state_of(text, timestamptz) is
-'The row of the queue in sweep_state. A value that is not recorded, or a time in the future, is replaced by one that
-excludes no row. For callers that need several values.';
 
 create function pgqueue._first_id_of(queue_name text)
 returns bigint
@@ -4525,8 +4448,6 @@ language sql stable
 as $$
     select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
 $$;
-comment on function pgqueue._first_id_of(text) is
-'The lowest id that the queue can have in messages, scheduled_messages and dead_messages; 1 if nothing is known.';
 
 create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -4538,8 +4459,6 @@ as $$
             where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_due_at_of(text, timestamptz) is
-'The earliest due_at that the queue can have in scheduled_messages; -infinity if nothing is known.';
 
 create function pgqueue._first_check_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -4551,8 +4470,6 @@ as $$
             where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_check_at_of(text, timestamptz) is
-'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
 create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
@@ -4571,9 +4488,6 @@ language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
 -- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
 as $$ select least(span + case when span < 131072 then span else span / 8 end, 1152921504606846976) $$;
-comment on function pgqueue._next_span(bigint) is
-'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
-steps. Inlined.';
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
@@ -4596,8 +4510,6 @@ begin
         order by m.id limit wanted);
 end;
 $$;
-comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, int) is
-'The ids of the first messages from from_id to below_id, up to wanted.';
 
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
 returns timestamptz
@@ -4613,8 +4525,6 @@ begin
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
 $$;
-comment on function pgqueue._visible_at_of(pgqueue.queues, bigint) is
-'When a message is visible; null if it is not in messages.';
 
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
@@ -4696,9 +4606,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._record_first_keys(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
-'Determines first_id, first_due_at and first_check_at again. Each scan starts at the value recorded before, so it reads
-only what was removed since.';
 
 create function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
@@ -4712,8 +4619,6 @@ as $$
         limit 64
     ) w
 $$;
-comment on function pgqueue._widest_ranges(int8multirange) is
-'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean
@@ -4828,8 +4733,6 @@ returns boolean
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
-comment on function pgqueue._are_many_pages(bigint, bigint) is
-'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
 
 create function pgqueue._record_if_old(q pgqueue.queues)
 returns void
@@ -4868,8 +4771,6 @@ as $$
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
     )
 $$;
-comment on function pgqueue._has_uncommitted_delays() is
-'Whether another running or prepared transaction has written to scheduled_messages.';
 
 create function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
@@ -4942,8 +4843,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
-'Deletes messages, which the caller has locked, and returns them by id.';
 
 create function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
@@ -4974,32 +4873,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
-'The ids of the first 1000 messages from from_id to below_id, and those of the ready ones and of the spent ones among
-them. Null if there are none.';
-
-create function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.kind is not null then
-        return array(
-            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            for update of m skip locked
-        );
-    end if;
-    return array(
-        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked
-    );
-end;
-$$;
-comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
-'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
 
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
@@ -5008,51 +4881,41 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The slices have fewer messages, as 1 kB counts for each.
-    most constant int := 128 * max_slices;
-    spent_ids bigint[];
-    sizes bigint[];
-    slice record;
+    spent refcursor;
+    slice_ids bigint[];
     slices_left int := max_slices;
-    locked_ids bigint[];
     died int;
     all_died int := 0;
 begin
     removed := 0;
     has_more := false;
-    if q.kind is not null then
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    else
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    end if;
-    if spent_ids is null then
-        return;
-    end if;
     begin
-        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        if q.kind is not null then
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        else
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        end if;
+        loop
             -- The verbs that only remove messages give no number of slices, and remove at least one slice.
             has_more := case
                 when max_slices is null then removed > 0 and not pgqueue._has_time()
                 else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
             end;
             exit when has_more;
+            slice_ids := (pgqueue._fetch_slice(spent)).ids;
+            exit when slice_ids = '{}';
             slices_left := slices_left - 1;
-            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -5060,9 +4923,9 @@ begin
                 last_error = excluded.last_error, reason = excluded.reason;
             get diagnostics died = row_count;
             all_died := all_died + died;
-            removed := removed + cardinality(locked_ids);
+            removed := removed + cardinality(slice_ids);
         end loop;
-        has_more := has_more or coalesce(cardinality(spent_ids) >= most, false);
+        close spent;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         removed := 0;
@@ -5076,9 +4939,8 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
-whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
-it ends after that many slices, or 50 ms after at, too.';
+'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
+gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
@@ -5172,9 +5034,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_found_spent_messages(pgqueue.queues, timestamptz, int) is
-'Finds spent messages and removes up to wanted of them, those with the lowest ids first, and returns how many. Ends when
-half of statement_timeout has passed.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. The sweep walks over the ids from where the last one stopped, within a time budget, so that dead rows do not
 -- slow down claims.
@@ -5219,7 +5078,7 @@ begin
         if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
@@ -5285,9 +5144,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
-their ids.';
 
 create function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
 returns bigint[]
@@ -5304,11 +5160,9 @@ begin
     return ready_ids;
 end;
 $$;
-comment on function pgqueue._keep_ready(pgqueue.queues, bigint[], timestamptz) is
-'Those of the ids that are ready, after a walk that has ended because of _is_walk_over.';
 
 create function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
 language plpgsql volatile
@@ -5323,24 +5177,13 @@ begin
         array_agg(w.ctid) filter (where m.visible_at is null)
     into n, last_time, last_id, visible_ids, gone
     from (
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
-        union all
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
+        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+        order by r.check_at, r.id limit wanted
     ) w
     cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
 $$;
-comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
-'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id
-of the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
@@ -5364,11 +5207,9 @@ begin
         where l.queue_name = q.name and l.check_at <= up_to));
 end;
 $$;
-comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is
-'Deletes rows that _read_requeued has found gone, with a check_at up to up_to.';
 
 create function pgqueue._sweep_requeued(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 )
 returns bigint[]
 language plpgsql volatile
@@ -5385,7 +5226,7 @@ begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held, page) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, page) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -5404,12 +5245,8 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
-of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
-of ready messages, locked.';
 
-create function pgqueue._sweep_recent_and_locked(
+create function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
 returns bigint[]
@@ -5417,56 +5254,26 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    candidate_ids bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
-    visible_ids bigint[];
+    visible_ids constant bigint[] := array(
+        select i
+        from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
+        cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
+        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+        cross join lateral unnest(m.ready_ids || m.spent_ids) as i
+        limit 1000);
+    candidate_ids bigint[];
 begin
-    if cardinality(candidate_ids) < wanted then
-        visible_ids := array(
-            select i
-            from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
-            cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-            cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
-            cross join lateral unnest(m.ready_ids || m.spent_ids) as i
-            limit 1000);
-        if visible_ids <> '{}' then
-            candidate_ids := candidate_ids || pgqueue._lock_ready(
-                q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
-            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
-        end if;
+    if visible_ids = '{}' then
+        return visible_ids;
     end if;
+    candidate_ids := pgqueue._lock_ready(q, visible_ids, taken, at, wanted);
+    perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
-'Checks the places where a message can appear at any time, at a small bounded cost: the messages that
-_record_locked_messages recorded, and the last recent_count ids below fresh_from_id, where transactions roll back or
-commit late. Returns up to wanted ids of ready messages, locked.';
-
-create function pgqueue._record_locked_messages(
-    q pgqueue.queues, ids bigint[], except_ids bigint[], at timestamptz
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
-    select q.name, (select pgqueue._now()), m.id, true
-    from unnest(pgqueue._array_except(ids, except_ids)) as m (id)
-    where pgqueue._visible_at_of(q, m.id) <= at
-        and not exists (
-            select from pgqueue.requeued_messages r
-            where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
-        );
-exception when disk_full then
-    -- A later sweep finds the messages.
-    null;
-end;
-$$;
-comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bigint[], timestamptz) is
-'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
-by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
+comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
+late. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
@@ -5486,9 +5293,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
-'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Sweeps call it.';
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -5506,7 +5310,7 @@ begin
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, 500) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -5561,9 +5365,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._state_for_sweep(pgqueue.queues, timestamptz, bigint) is
-'The row of sweep_state of a queue, after vacant ids were recorded if that is due. Null if another session adds the
-row.';
 
 create function pgqueue._end_sweep(
     q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
@@ -5585,9 +5386,6 @@ begin
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
 end;
 $$;
-comment on function pgqueue._end_sweep(pgqueue.queues, timestamptz, boolean, bigint[], bigint) is
-'Removes some of the messages that a sweep has found without attempts left or expired, and sets where and when the next
-sweep starts: at once if this one has found enough, else after 20 times its duration.';
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
@@ -5609,7 +5407,6 @@ declare
     below_id bigint;
     page record;
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
     pages_before bigint;
@@ -5629,7 +5426,7 @@ begin
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
         -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     start_id := next_id;
@@ -5638,7 +5435,7 @@ begin
         if next_id = head_id then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
-                pgqueue._discard_future_time(s.first_check_at, at), false);
+                pgqueue._discard_future_time(s.first_check_at, at));
             if cardinality(candidate_ids) < wanted then
                 candidate_ids := candidate_ids || pgqueue._move_due_messages(
                     q, at, wanted - cardinality(candidate_ids), pgqueue._discard_future_time(s.first_due_at, at));
@@ -5661,8 +5458,6 @@ begin
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
                         next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
-                    elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
-                        passed_ids := passed_ids || page.ready_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
@@ -5673,14 +5468,9 @@ begin
         next_id := head_id;
         end_id := start_id;
     end loop;
-    if cardinality(candidate_ids) < wanted then
-        if not is_full and not is_far_below_fresh then
-            candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
-                q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
-        end if;
-        if passed_ids <> '{}' then
-            perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-        end if;
+    if cardinality(candidate_ids) < wanted and not is_full and not is_far_below_fresh then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
@@ -6442,7 +6232,7 @@ $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
-create function pgqueue._sweep_recent_and_locked_levels(
+create function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
@@ -6473,18 +6263,12 @@ begin
     if spent_ids is not null then
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
-    if cardinality(candidate_ids) < wanted then
-        candidate_ids := candidate_ids || pgqueue._sweep_requeued(
-            q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
-            pgqueue._first_check_at_of(q.name, at), true);
-    end if;
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
 'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
-have passed, where transactions roll back or commit late, and the messages that _record_locked_messages recorded.
-Returns up to wanted ids of ready messages, locked.';
+have passed, where transactions roll back or commit late. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -6504,7 +6288,6 @@ declare
     ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -6514,7 +6297,7 @@ begin
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
     perform pgqueue._move_levels_to_ready(q, at);
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
@@ -6562,18 +6345,12 @@ begin
             spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
-                passed_ids := passed_ids || ready_ids;
-            end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
-    if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
-        perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-    end if;
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
@@ -6613,7 +6390,7 @@ begin
     if pgqueue._is_walk_over(at) then
         return candidate_ids;
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
@@ -6916,9 +6693,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._walk_from(pgqueue.queues, bigint, bigint[], timestamptz, int) is
-'The ids of up to wanted ready messages from from_id on, locked, without those in taken. A walk that is over takes
-visible messages that are not ready, too (_is_walk_over).';
 
 create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
 returns bigint
@@ -6934,8 +6708,6 @@ begin
         select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
 end;
 $$;
-comment on function pgqueue._last_id_from(pgqueue.queues, bigint) is
-'The highest id of a message, if it is from_id or higher; otherwise null.';
 
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
@@ -6990,7 +6762,7 @@ begin
     -- producers.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
     if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then
@@ -7010,8 +6782,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int, bigint[]) is
-'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -7062,8 +6832,6 @@ begin
     return candidate_ids[:tokens_taken];
 end;
 $$;
-comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
-'The part of _lock_candidates for a queue with limits.';
 
 create function pgqueue._are_only_visible(
     queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
@@ -7239,9 +7007,6 @@ begin
     from pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids) s;
 end;
 $$;
-comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and the kind of the queue.
-Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
 create function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
@@ -7280,9 +7045,6 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue._claim_special(text, bigint, bigint[], interval, text) is
-'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
-candidate_ids. For a queue of another kind than plain.';
 
 create function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -7422,8 +7184,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 if id or claim_token is null.';
 
 create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
 returns timestamptz
@@ -7435,9 +7195,6 @@ begin
     return claim_end;
 end;
 $$;
-comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
-'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
-the claim, which has locked messages.';
 
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
@@ -7716,8 +7473,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
@@ -7811,8 +7566,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
-'The common part of nack and reject.';
 
 create function pgqueue.nack(
     queue_name pgqueue.queue_of_consumer,
@@ -14191,9 +13944,6 @@ begin
             (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
-comment on function pgqueue._is_idle(pgqueue.queues, timestamptz) is
-'Whether a queue holds no message, and no session has claimed, received or waited in it for its expires_after_idle, by
-its registers, to five seconds.';
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -14275,8 +14025,6 @@ as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
-comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
-'Drops up to ten idle queues when a queue is created.';
 
 create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -14289,8 +14037,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
-'Drops up to ten idle queues when a queue becomes dedicated.';
 -- Results of messages: outcome, value, errors, attempts. The sender creates a result with the message, and a consumer
 -- writes the outcome in the transaction of its acknowledgement. Nothing is written when a message dies or is removed:
 -- get_result looks for the message.
@@ -14499,8 +14245,6 @@ begin
         hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
 end;
 $$;
-comment on function pgqueue._raise_not_read_committed(text) is
-'Raises 25001: the call is in a transaction that keeps its snapshot.';
 
 create function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
@@ -14525,8 +14269,6 @@ as $$
     select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
-comment on function pgqueue._compactable_tables() is
-'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
@@ -14546,8 +14288,6 @@ as $$
     where s.bytes >= t.least_bytes
     order by s.bytes desc
 $$;
-comment on function pgqueue._overgrown_tables() is
-'The tables that are large and, by the statistics, nearly all dead, the largest first.';
 
 create function pgqueue._pinned_transactions()
 returns bigint
@@ -14597,8 +14337,6 @@ as $$
     where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
-comment on function pgqueue._tables_to_compact() is
-'The tables that are compacted automatically, the largest first.';
 
 create function pgqueue._is_compaction_on()
 returns boolean
@@ -14662,8 +14400,6 @@ as $$
     from pg_catalog.pg_attribute a
     where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
 $$;
-comment on function pgqueue._column_list(regclass, text, text) is
-'The columns of a table that an insert can set, each formatted with the pattern.';
 
 create function pgqueue._rewrite_table(relation regclass, kept anyarray)
 returns bigint
@@ -14777,8 +14513,6 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
-'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create function pgqueue._compact_overgrown(at timestamptz)
 returns void
@@ -14847,8 +14581,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._compact_tables(text, regclass[]) is
-'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
 
 create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
@@ -14976,8 +14708,6 @@ exception when lock_not_available then
     null;
 end;
 $$;
-comment on function pgqueue._findings_of_compact(pgqueue.queues) is
-'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
 -- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role; those on the views
 -- rights_* follow from them.

@@ -94,7 +94,7 @@ begin
     -- producers.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
     if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then

@@ -145,21 +145,6 @@ comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
 'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
 long. Reads no stored value. Inlined.';
 
-create or replace function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
-returns setof record
-language sql immutable parallel safe
-as $$
-    select min(w.place)::int, max(w.place)::int
-    from (
-        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
-        from unnest(sizes) with ordinality as s (bytes, place)
-    ) w
-    group by w.slice
-    order by w.slice
-$$;
-comment on function pgqueue._slices(bigint[]) is
-'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
-
 create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp

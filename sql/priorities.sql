@@ -272,7 +272,7 @@ $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
-create or replace function pgqueue._sweep_recent_and_locked_levels(
+create or replace function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
@@ -303,18 +303,12 @@ begin
     if spent_ids is not null then
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
-    if cardinality(candidate_ids) < wanted then
-        candidate_ids := candidate_ids || pgqueue._sweep_requeued(
-            q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
-            pgqueue._first_check_at_of(q.name, at), true);
-    end if;
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
 'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
-have passed, where transactions roll back or commit late, and the messages that _record_locked_messages recorded.
-Returns up to wanted ids of ready messages, locked.';
+have passed, where transactions roll back or commit late. Returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -334,7 +328,6 @@ declare
     ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -344,7 +337,7 @@ begin
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
     perform pgqueue._move_levels_to_ready(q, at);
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
@@ -392,18 +385,12 @@ begin
             spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
-                passed_ids := passed_ids || ready_ids;
-            end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
-    if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
-        perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-    end if;
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
@@ -443,7 +430,7 @@ begin
     if pgqueue._is_walk_over(at) then
         return candidate_ids;
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);

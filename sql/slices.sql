@@ -115,27 +115,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.kind is not null then
-        return array(
-            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            for update of m skip locked
-        );
-    end if;
-    return array(
-        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked
-    );
-end;
-$$;
-
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -143,51 +122,41 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The slices have fewer messages, as 1 kB counts for each.
-    most constant int := 128 * max_slices;
-    spent_ids bigint[];
-    sizes bigint[];
-    slice record;
+    spent refcursor;
+    slice_ids bigint[];
     slices_left int := max_slices;
-    locked_ids bigint[];
     died int;
     all_died int := 0;
 begin
     removed := 0;
     has_more := false;
-    if q.kind is not null then
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    else
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    end if;
-    if spent_ids is null then
-        return;
-    end if;
     begin
-        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        if q.kind is not null then
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        else
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        end if;
+        loop
             -- The verbs that only remove messages give no number of slices, and remove at least one slice.
             has_more := case
                 when max_slices is null then removed > 0 and not pgqueue._has_time()
                 else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
             end;
             exit when has_more;
+            slice_ids := (pgqueue._fetch_slice(spent)).ids;
+            exit when slice_ids = '{}';
             slices_left := slices_left - 1;
-            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -195,9 +164,9 @@ begin
                 last_error = excluded.last_error, reason = excluded.reason;
             get diagnostics died = row_count;
             all_died := all_died + died;
-            removed := removed + cardinality(locked_ids);
+            removed := removed + cardinality(slice_ids);
         end loop;
-        has_more := has_more or coalesce(cardinality(spent_ids) >= most, false);
+        close spent;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         removed := 0;
@@ -211,9 +180,8 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
-whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
-it ends after that many slices, or 50 ms after at, too.';
+'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
+gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
 create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]

@@ -42,7 +42,7 @@ begin
         if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
@@ -126,7 +126,7 @@ end;
 $$;
 
 create or replace function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
 language plpgsql volatile
@@ -141,17 +141,9 @@ begin
         array_agg(w.ctid) filter (where m.visible_at is null)
     into n, last_time, last_id, visible_ids, gone
     from (
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
-        union all
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
+        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+        order by r.check_at, r.id limit wanted
     ) w
     cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
@@ -181,7 +173,7 @@ end;
 $$;
 
 create or replace function pgqueue._sweep_requeued(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 )
 returns bigint[]
 language plpgsql volatile
@@ -198,7 +190,7 @@ begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held, page) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, page) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -218,7 +210,7 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._sweep_recent_and_locked(
+create or replace function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
 returns bigint[]
@@ -226,53 +218,26 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    candidate_ids bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
-    visible_ids bigint[];
+    visible_ids constant bigint[] := array(
+        select i
+        from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
+        cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
+        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+        cross join lateral unnest(m.ready_ids || m.spent_ids) as i
+        limit 1000);
+    candidate_ids bigint[];
 begin
-    if cardinality(candidate_ids) < wanted then
-        visible_ids := array(
-            select i
-            from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
-            cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-            cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
-            cross join lateral unnest(m.ready_ids || m.spent_ids) as i
-            limit 1000);
-        if visible_ids <> '{}' then
-            candidate_ids := candidate_ids || pgqueue._lock_ready(
-                q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
-            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
-        end if;
+    if visible_ids = '{}' then
+        return visible_ids;
     end if;
+    candidate_ids := pgqueue._lock_ready(q, visible_ids, taken, at, wanted);
+    perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
-'Checks the places where a message can appear at any time, at a small bounded cost: the messages that
-_record_locked_messages recorded, and the last recent_count ids below fresh_from_id, where transactions roll back or
-commit late. Returns up to wanted ids of ready messages, locked.';
-
-create or replace function pgqueue._record_locked_messages(
-    q pgqueue.queues, ids bigint[], except_ids bigint[], at timestamptz
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
-    select q.name, (select pgqueue._now()), m.id, true
-    from unnest(pgqueue._array_except(ids, except_ids)) as m (id)
-    where pgqueue._visible_at_of(q, m.id) <= at
-        and not exists (
-            select from pgqueue.requeued_messages r
-            where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
-        );
-exception when disk_full then
-    -- A later sweep finds the messages.
-    null;
-end;
-$$;
+comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
+late. Returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
@@ -309,7 +274,7 @@ begin
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, 500) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -406,7 +371,6 @@ declare
     below_id bigint;
     page record;
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
     pages_before bigint;
@@ -426,7 +390,7 @@ begin
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
         -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     start_id := next_id;
@@ -435,7 +399,7 @@ begin
         if next_id = head_id then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
-                pgqueue._discard_future_time(s.first_check_at, at), false);
+                pgqueue._discard_future_time(s.first_check_at, at));
             if cardinality(candidate_ids) < wanted then
                 candidate_ids := candidate_ids || pgqueue._move_due_messages(
                     q, at, wanted - cardinality(candidate_ids), pgqueue._discard_future_time(s.first_due_at, at));
@@ -458,8 +422,6 @@ begin
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
                         next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
-                    elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
-                        passed_ids := passed_ids || page.ready_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
@@ -470,14 +432,9 @@ begin
         next_id := head_id;
         end_id := start_id;
     end loop;
-    if cardinality(candidate_ids) < wanted then
-        if not is_full and not is_far_below_fresh then
-            candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
-                q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
-        end if;
-        if passed_ids <> '{}' then
-            perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-        end if;
+    if cardinality(candidate_ids) < wanted and not is_full and not is_far_below_fresh then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case

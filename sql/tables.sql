@@ -347,20 +347,15 @@ comment on column pgqueue.archive_clock.confirmed_at is
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
-    id bigint not null,
-    held boolean not null default false
+    id bigint not null
 );
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
-create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
-letters of groups that were redriven, which return to messages under their old ids, and messages that another
-transaction held when a sweep passed them.';
+letters of groups that were redriven, which return to messages under their old ids.';
 comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
-comment on column pgqueue.requeued_messages.held is
-'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
 
 create table pgqueue.dedup_keys (
     slice int not null,
