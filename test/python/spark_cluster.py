@@ -10,13 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from late_workers import completed
-from spark_victim import POINTS, note, query, reach_points
 
 from pgqueue.spark import copy_to_arrow
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter
@@ -177,24 +175,7 @@ def drive(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
         copied.result()
 
 
-def drive_to_points(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
-    """Do that beside queries that each stop at a point."""
-    reach_points(spark, dsn, {point: f"{queue}-{point}" for point in POINTS})
-    drive(spark, format, dsn, queue, home)
-
-
-def drive_on(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
-    """Do that again, and continue these queries."""
-    drive(spark, format, dsn, queue, home)
-    for point in POINTS:
-
-        def sink(frame: Any, batch: int, point: str = point) -> None:
-            note(Path(home), point, frame, batch)
-
-        completed(partial(query, spark, "pgqueue", dsn, f"{queue}-{point}", point, Path(home), sink))
-
-
-PROGRAMS = {"write": write, "read": read, "stream": stream, "drive-to-points": drive_to_points, "drive-on": drive_on}
+PROGRAMS = {"write": write, "read": read, "stream": stream, "drive": drive}
 
 
 def main(program: str, remote: str, dsn: str, home: str, *queues: str) -> None:

@@ -37,12 +37,6 @@ def start(drivers: Start, queues: Queues) -> Start:
     return lambda *given, **options: drivers(*given, **{"queue": names, "maxMessagesPerTrigger": "6"} | options)
 
 
-KAFKA_DDL = (
-    "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, timestampType int,"
-    " headers array<struct<key:string,value:binary>>"
-)
-
-
 def test_messages_are_read_with_the_columns_of_kafka(
     queues: Queues, start: Start, database: str, connection: Connection
 ) -> None:

@@ -284,18 +284,6 @@ def test_a_column_of_a_later_version_is_kept_and_null_in_older_files(
         archiver.read()
 
 
-@long
-def test_an_unreadable_file_fails_a_compaction_and_keeps_the_others(archiver: Archiver) -> None:
-    for _ in range(2):
-        archiver.work()
-        archiver.run()
-    file = next(archiver.path.glob("write=*/*/*/*.parquet"))
-    file.write_bytes(b"not Parquet")
-    with pytest.raises(OSError, match=r"cannot be compacted: .*Parquet"):
-        archiver.compact(keep=timedelta(0))
-    assert len([*archiver.path.glob("write=*/*/*/*.parquet")]) == 2
-
-
 @pytest.mark.long(part="clusters")
 def test_an_object_store_holds_the_archive(archiver: Archiver, s3: str) -> None:
     # S3A has no rename: it copies each object and deletes the original.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import commands
 import psycopg
@@ -20,11 +18,8 @@ from sparks import long
 from pgqueue import Queue
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
-
     from pgqueue.cli import spark as commands_of_spark
     from pgqueue.demo import spark as demo
-    from pgqueue.spark.pipelines import local_session, session
 
 
 @pytest.fixture
@@ -140,24 +135,3 @@ def test_the_demo_computes_the_same_sums_as_postgresql(
     # Including the message that completes the last hours.
     assert f"report     {tmp_path / 'out/report/flow.html'}" in said.out
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
-
-
-def test_only_a_local_session_has_a_fixed_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NotLaunched(Exception):
-        pass
-
-    seen = []
-    for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
-        monkeypatch.setenv(name, "python-of-the-cluster")
-
-    def launch(conf: Any, log: Any) -> Any:  # noqa: ARG001 - as of _launch
-        seen.append((conf.get("spark.driver.host"), os.environ["PYSPARK_PYTHON"]))
-        raise NotLaunched
-
-    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
-    monkeypatch.setattr(session, "_launch", launch)
-    for master in ("spark://host:7077", "local[2]"):
-        with pytest.raises(NotLaunched), local_session(master):
-            pass
-    # A cluster has to reach the driver, and has its own Python.
-    assert seen == [(None, "python-of-the-cluster"), ("127.0.0.1", sys.executable)]

@@ -15,7 +15,6 @@ from sparks import Connection, long
 from pgqueue import Queue
 
 if TYPE_CHECKING:
-    from pgqueue.demo import report_page
     from pgqueue.demo.report_page import render
     from pgqueue.spark.options import OptionError
     from pgqueue.spark.pipelines import (
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
         read_finished,
         replay,
     )
-    from pgqueue.spark.pipelines.times import window_of
 
 
 # Messages in two hours around midnight UTC, with skewed durations and ties. Some were received and never claimed.
@@ -105,23 +103,15 @@ def test_a_report_has_the_figures_of_sql_and_counts_messages_in_both_archive_and
 
 
 @long
-def test_windows_that_are_too_many_or_not_longer_than_zero_are_refused(spark: Any, database: str, busy: str) -> None:
+def test_invalid_arguments_are_named(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
         flow_report(spark, [busy], dsn=database, window=timedelta(seconds=0.5))
-    letters = read_dead_letters(spark, [busy], dsn=database)
-    for window in (timedelta(0), timedelta(seconds=-1)):
-        with pytest.raises(OptionError, match="invalid window: "):
-            flow_report(spark, [busy], dsn=database, window=window)
-        with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
-            dead_letter_report(letters, window)
-
-
-@long
-def test_arguments_of_a_wrong_type_are_named(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     wrong: Any
-    for wrong in ({"window": 3600}, {"since": "2026-01-01"}, {"until": 1}):
+    for wrong in ({"window": 3600}, {"window": timedelta(0)}, {"since": "2026-01-01"}, {"until": 1}):
         with pytest.raises(OptionError, match=f"invalid .*{next(iter(wrong))}"):
             flow_report(spark, [busy], dsn=database, **wrong)
+    with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
+        dead_letter_report(read_dead_letters(spark, [busy], dsn=database), timedelta(seconds=-1))
     path = str(tmp_path)
     for call in (
         lambda: flow_report(spark, busy, dsn=database),
@@ -164,17 +154,5 @@ def test_the_page_draws_charts_shows_any_text_and_makes_no_requests(browser: Any
     page.close()
 
 
-def test_durations_are_shown_in_the_unit_that_fits_and_shares_in_per_cent() -> None:
-    told = [report_page.seconds(value) for value in (2e8, 7200.0, 90.0, 0.02, 2e-6, 0.0, -1.0, None)]
-    assert told == ["2,315 d", "2 h", "90 s", "20 ms", "2 µs", "0 s", "0 s", ""]
-    assert [report_page.share(5.0), report_page.share(0.0123456)] == ["500 %", "1.23 %"]
-
-
 def test_a_page_without_messages_says_so() -> None:
     assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
-
-
-def test_default_windows_are_round_and_at_most_120() -> None:
-    for whole in (timedelta(0), timedelta(seconds=90), timedelta(hours=7), timedelta(days=40), timedelta(days=800)):
-        assert whole / window_of(whole) <= 120
-    assert window_of(timedelta(hours=2)) == timedelta(minutes=1)

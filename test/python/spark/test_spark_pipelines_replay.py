@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -249,14 +248,6 @@ def test_a_replay_sends_messages_of_the_given_queues_and_time(
     done = replay(spark, path, target.name, dsn=database, queues=[other.name], since=since, until=until)
     assert done.chosen == 1
     assert [message.payload for message in target.claim(10)] == [[other.name, 1]]
-
-
-def test_concurrent_replays_send_once(spark: Any, database: str, queue: Queue, parquet: str) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(replay, spark, parquet, queue.name, "id > 0", dsn=database) for _ in range(2)]
-        found = [call.result() for call in calls]
-    assert queue.peek() == found[0].chosen == found[1].chosen > 0
-    assert {one.sent for one in found} == {found[0].chosen}
 
 
 def test_a_replay_that_fails_sends_nothing(

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import commands
-import psycopg
 import pytest
-from clients import wait_for
-from sparks import PATIENCE, long
-
-from pgqueue import Queue
+from sparks import long
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -28,18 +21,6 @@ if TYPE_CHECKING:
     from pgqueue.demo import java
     from pgqueue.demo.java import JavaNotFoundError, find_java
     from pgqueue.spark import register
-
-
-@pytest.fixture
-def queue(database: str, name: str) -> Iterator[Queue]:
-    """A queue with a finished message."""
-    with psycopg.connect(database, autocommit=True) as connection:
-        queue = Queue(connection, name)
-        queue.create_queue(archive_for=timedelta(days=1))
-        queue.enqueue(1)
-        (message,) = queue.claim()
-        queue.ack(message.id, message.claim_token)
-        yield queue
 
 
 @pytest.fixture
@@ -170,68 +151,6 @@ def test_register_says_what_to_set_if_the_workers_lack_the_package(tmp_path: Pat
         register(session_with(str(tmp_path / "missing")))
 
 
-# PYSPARK_PYTHON is not set, and the Python of PATH lacks the package, as with a virtual environment that is not active.
-UNCONFIGURED = """
-import tempfile
-import pgqueue.spark
-from late_workers import completed
-from pyspark.sql import SparkSession
-from sparks import SETTINGS
-
-builder = SparkSession.builder
-for name, value in SETTINGS.items():
-    builder = builder.config(name, value)
-spark = builder.getOrCreate()
-rows = spark.createDataFrame([("1",)], "payload string")
-
-def stream(columns, **options):
-    reader = spark.readStream.format("pgqueue").options(dsn="dbname=x", **options).schema(columns)
-    sink = reader.load().writeStream.format("noop").trigger(availableNow=True)
-    completed(lambda: sink.option("checkpointLocation", tempfile.mkdtemp(dir=".")).start())
-
-for use in (
-    lambda: spark.read.format("pgqueue").option("queue", "orders").schema("id long").load().collect(),
-    lambda: spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "billing").load(),
-    lambda: rows.write.format("pgqueue").option("queue", "orders").mode("append").save(),
-    lambda: spark.read.format("pgqueue").option("dsn", "dbname=x").option("queu", "orders").load().collect(),
-    lambda: stream("id long", queue="orders"),
-    lambda: stream("ids long", queue="orders", streamId="billing"),
-):
-    try:
-        use()
-    except Exception as error:
-        print(str(error).replace("\\n", "|"), flush=True)
-    else:
-        print("no error", flush=True)
-"""
-
-
-@long
-@pytest.mark.usefixtures("jre")
-def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) -> None:
-    program(tmp_path, "exit 3").joinpath("bin/java").rename(tmp_path / "bin/python3")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "PYSPARK"))}
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    kept |= {"PATH": path, "PYTHONPATH": str(Path(__file__).parents[1]), "SPARK_LOCAL_DIRS": str(tmp_path)}
-    done = ran(UNCONFIGURED, env=kept, cwd=tmp_path)
-    said = done.stdout.splitlines()
-    assert len(said) == 6, done
-    without_dsn, unknown, streams = said[:3], said[3], said[4:]
-    for line in without_dsn:
-        assert "OptionError: option dsn or url is missing, and so are PGQUEUE_DSN and the libpq variables" in line
-    assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in unknown
-    for line in (*without_dsn, unknown):
-        assert line.startswith("[PYTHON_DATA_SOURCE_ERROR] ")
-        assert "Traceback" not in line
-        assert len(line) < 500
-    # Spark reports the reader of a stream only when the query runs, with the state of the query.
-    sentences = ("option streamId is missing", "schema: source stream has no column ids")
-    for line, sentence in zip(streams, sentences, strict=True):
-        assert f"OptionError: {sentence}" in line
-        assert "Traceback" not in line
-        assert "UnboundLocalError" not in line
-
-
 SESSION = """
 from pgqueue.spark.pipelines import local_session
 with local_session("local[2]") as spark:
@@ -247,23 +166,6 @@ def test_a_failed_start_of_spark_raises_spark_failure(tmp_path: Path) -> None:
 
 
 HURRY = "-XX:TieredStopAtLevel=1"
-
-
-@long
-@pytest.mark.usefixtures("jre")
-def test_a_command_that_a_signal_ends_leaves_no_files(database: str, queue: Queue, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*commands.COMMAND, "spark", "archive-to-parquet", "out", "--queue", queue.name],
-        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        wait_for(lambda: (tmp_path / "out").exists(), PATIENCE)
-        command.send_signal(signal.SIGTERM)
-        assert (command.communicate(), command.returncode) == (("", ""), 143)
-    assert [*tmp_path.glob("*pgqueue*")] == []
 
 
 # The interrupts arrive during calls of the JVM: when it creates its context, and when it runs a job. After each, the

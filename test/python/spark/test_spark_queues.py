@@ -17,19 +17,15 @@ import pgqueue
 from pgqueue import Queue
 
 if TYPE_CHECKING:
-    from engines import Checkpoint, Died, Engine, by_queue, planned, read
+    from engines import Checkpoint, Died, Engine, by_queue, cut, planned, read
     from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-    from pgqueue.spark.options import OptionError, parse
+    from pgqueue.spark.options import OptionError
     from pgqueue.spark.snapshot import IdRange, divide
 
 
 Queues = dict[str, Queue]
 Start = Callable[..., "Engine"]
-
-
-# Uses of options, as pgqueue.spark.options names them.
-READ, STREAM, WRITE = "read", "stream", "write"
 
 
 @pytest.fixture
@@ -55,14 +51,16 @@ def test_a_micro_batch_has_messages_of_each_queue_and_busy_queues_get_the_rest(q
     assert {queue.list_streams()[0].stream_name for queue in queues.values()} == {"s"}
 
 
+@pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("point", ["during the claims", "after the claim", "before the sink", "after the sink"])
 def test_a_driver_that_dies_with_batches_of_several_queues_is_followed_by_one_that_reads_the_same(
-    queues: Queues, start: Start, monkeypatch: pytest.MonkeyPatch, point: str
+    queues: Queues, start: Start, monkeypatch: pytest.MonkeyPatch, point: str, batch: int
 ) -> None:
     sent = {each: queue.enqueue_batch([1] * 6) for each, queue in queues.items()}
     checkpoint = Checkpoint()
-    with start(checkpoint).begin() as engine:
-        assert by_queue(engine.trigger() or []) == {each: found[:2] for each, found in sent.items()}
+    with start(checkpoint, numPartitions="3").begin() as engine:
+        for _ in range(batch):
+            engine.trigger()
         claim = Queue.stream_claim
         calls: list[Any] = []
 
@@ -78,14 +76,18 @@ def test_a_driver_that_dies_with_batches_of_several_queues_is_followed_by_one_th
             with pytest.raises(Died):
                 engine.trigger(dies=point)
     late = queues["b"].enqueue_batch([1] * 2)
-    # With another limit, new batches would have another size.
-    again = start(checkpoint, maxMessagesPerTrigger="100").begin()
+    # With other limits, new batches would have another size and other partitions.
+    again = start(checkpoint, maxMessagesPerTrigger="100", numPartitions="2").begin()
     replayed = [rows for _, rows in again.sink]
     assert len(replayed) == (1 if point.endswith("sink") else 0)
-    for rows in replayed:
-        assert by_queue(rows) == {each: found[2:4] for each, found in sent.items()}
-    found = [row["id"] for row in chain(*replayed, *again.drain())]
-    assert sorted(found) == sorted(chain(*(each[2:] for each in sent.values()), late))
+    if point == "after the sink":
+        assert replayed[0] == engine.sink[-1][1]
+    batches = [*replayed, *again.drain()]
+    claimed = queues if point != "during the claims" else {queue.name[-1]: queue for queue in calls[:2]}
+    found = by_queue(batches[0])
+    assert {each: found[each] for each in claimed} == {each: sent[each][2 * batch :][:2] for each in claimed}
+    ids = [row["id"] for rows in batches for row in rows]
+    assert sorted(ids) == sorted(chain(*(each[2 * batch :] for each in sent.values()), late))
     assert left(*queues.values()) == 0
 
 
@@ -115,14 +117,22 @@ def test_a_heartbeat_extends_the_batches_of_all_queues(
 
 
 def test_progress_sums_up_all_queues_and_counts_replays(queues: Queues, start: Start) -> None:
-    for queue in queues.values():
-        queue.enqueue_batch([1] * 4)
     checkpoint = Checkpoint()
-    with start(checkpoint).begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="after the sink")
-    report = start(checkpoint).begin().reader.reportLatestOffset()
+    with start(checkpoint) as engine:
+        assert engine.reader.reportLatestOffset() is None
+        engine.begin()
+        assert engine.reader.reportLatestOffset() == {"ready_messages": 0, "oldest_age_seconds": None, "replays": 0}
+        for queue in queues.values():
+            queue.enqueue_batch([1] * 4)
+        with pytest.raises(Died):
+            engine.trigger(dies="after the sink")
+    engine = start(checkpoint).begin()
+    report = engine.reader.reportLatestOffset()
     assert (report["ready_messages"], report["replays"]) == (6, 3)
     assert report["oldest_age_seconds"] > 0
+    cut(queues["a"])
+    assert engine.reader.reportLatestOffset() is None
+    assert engine.trigger() is not None
 
 
 def test_a_queue_can_be_added_to_a_checkpoint_but_not_left_out(queues: Queues, start: Start) -> None:
@@ -303,27 +313,3 @@ def test_any_ranges_are_divided_without_gaps(steps: list[Any], most: int) -> Non
         mine = [one for one in ranges if one.queue == whole.queue]
         assert (mine[0].first, mine[-1].last) == (whole.first, whole.last)
         assert all(before.last + 1 == after.first for before, after in pairwise(mine))
-
-
-@pytest.mark.parametrize(
-    ("use", "options", "said"),
-    [
-        (READ, {"queue": "a,b,a"}, "invalid option queue: 'a,b,a' is not a name (1 to 128 lowercase letters"),
-        (READ, {"queue": "a,"}, "invalid option queue"),
-        (READ, {"queue": ",".join(map(str, range(1001)))}, "invalid option queue"),
-        (WRITE, {"queue": "a,b"}, "invalid option queue: 'a,b' names several queues; writes"),
-        (READ, {"queue": "a", "queuePattern": "a-*"}, "options queue and queuePattern: give one of them"),
-        (READ, {"queuePattern": "billing*"}, "invalid option queuePattern: 'billing*' is not the beginning of a name"),
-        (READ, {"queuePattern": "*"}, "invalid option queuePattern"),
-        (WRITE, {"queuePattern": "a-*"}, "option queuePattern is not for writes"),
-        (READ, {}, "option queue is missing: a name "),
-        (STREAM, {"streamId": "s"}, "option queue is missing: a name "),
-        (STREAM, {"queue": "q"}, "option streamId is missing"),
-        (READ, {"queue": "a", "columns": "pulsar"}, "invalid option columns: 'pulsar' is not pgqueue or kafka"),
-    ],
-)
-def test_options_of_queues_and_databases_are_checked(use: str, options: dict[str, str], said: str) -> None:
-    with pytest.raises(OptionError) as raised:
-        parse(options, use)
-    assert said in str(raised.value)
-    assert "s3cret" not in str(raised.value)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 Reads = Callable[..., Rows]
-Loads = Callable[..., Any]
 HOUR = datetime.timedelta(hours=1)
 SINGLE = {"numPartitions": "1"}
 

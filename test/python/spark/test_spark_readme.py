@@ -133,15 +133,6 @@ def test_the_table_has_only_pipelines_that_exist() -> None:
     assert set(named) <= set(pipelines.__all__)
 
 
-def test_the_chapter_is_short() -> None:
-    assert len(CHAPTER.encode()) <= 20 * 1024
-
-
-def test_the_table_of_contents_lists_all_chapters() -> None:
-    chapters = re.findall(r"^## (.+)$", CHAPTER, re.MULTILINE)
-    assert re.findall(r"^\* \[(.+)\]\(#.+\)$", CHAPTER, re.MULTILINE) == chapters
-
-
 @pytest.mark.parametrize("with_spark", [False, pytest.param(True, marks=long)])
 @pytest.mark.usefixtures("curl")
 def test_the_quick_start_runs_as_one_script(
