@@ -5,11 +5,9 @@ import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,7 +17,6 @@ import psycopg
 
 import pgqueue
 from pgqueue import testing
-from pgqueue.embedded import EmbeddedServer
 
 CONTEXT = multiprocessing.get_context("spawn")
 # Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
@@ -99,21 +96,6 @@ def drop(connection: psycopg.Connection[Any], name: str) -> None:
     wait_for(is_dropped)
 
 
-@contextmanager
-def synchronous_standby(
-    primary: EmbeddedServer, owner: psycopg.Connection[Any], home: Path
-) -> Iterator[EmbeddedServer]:
-    """A standby, with its data in this directory, that has all that new sessions of the primary know as committed."""
-    basebackup = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", home, "-R", "-X", "stream", "-c", "fast"]
-    subprocess.run([*map(str, basebackup)], check=True)
-    with EmbeddedServer(data_dir=home) as standby:
-        owner.execute("alter system set synchronous_standby_names = '*'")
-        owner.execute("alter database postgres set synchronous_commit = 'on'")
-        owner.execute("select pg_reload_conf()")
-        wait_for(lambda: owner.execute("select from pg_stat_replication where sync_state = 'sync'").fetchall())
-        yield standby
-
-
 def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
     """Nothing is left in a queue, not even in flight."""
     return not value(
@@ -165,88 +147,6 @@ def drain(dsn: str, queue: str, number: int) -> list[int]:
                 acked += ids
             elif is_empty(connection, queue):
                 return acked
-
-
-def produce(dsn: str, queue: str, number: int, seed: int) -> list[int]:
-    """Enqueue a number of messages by every verb, roll some back; returns the ids that were committed."""
-    chance = random.Random(seed)
-    ids: list[int] = []
-    with connect(dsn) as connection:
-        while len(ids) < number:
-            new: list[int] = []
-            fails = chance.random() < 0.2
-            with connection.transaction(force_rollback=fails):
-                for _ in range(chance.choice([1, 1, 2])):
-                    if chance.random() < 0.5:
-                        new.append(value(connection, "select pgqueue.enqueue(%s, '1')", queue))
-                    else:
-                        payloads = [json.dumps(n) for n in range(chance.randint(1, 50))]
-                        delay = chance.choice(["0", "0", "1 ms"])
-                        rows = connection.execute(
-                            "select pgqueue.enqueue_batch(%s, %s::jsonb[], %s)", (queue, payloads, delay)
-                        ).fetchall()
-                        new += [row[0] for row in rows]
-            ids += [] if fails else new
-    return ids
-
-
-def misuse(dsn: str, queue: str, stop: Event, seed: int) -> list[int]:
-    """Consume in every way, with failures, until told to stop and nothing is left; returns the ids that left."""
-    chance = random.Random(seed)
-    gone: list[int] = []
-    with connect(dsn) as connection:
-
-        def rolled_back(statement: str) -> None:
-            with connection.transaction(force_rollback=True):
-                connection.execute(statement, (queue, chance.randint(1, 20)))
-
-        def received() -> bool:
-            with connection.transaction():
-                rows = connection.execute(
-                    "select id from pgqueue.receive(%s, %s)", (queue, chance.randint(1, 20))
-                ).fetchall()
-            gone.extend(row[0] for row in rows)
-            return bool(rows)
-
-        def exchanged() -> bool:
-            rows = claim(connection, queue, 20)
-            while rows:
-                ids, token = [row[0] for row in rows], rows[0][1]
-                more = chance.random() < 0.7
-                if more:
-                    answer = connection.execute(
-                        "select id, claim_token, lost from pgqueue.exchange(%s, %s, %s, 20)", (queue, ids, token)
-                    ).fetchall()
-                    assert not any(row[2] for row in answer)
-                    rows = answer
-                else:
-                    assert value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, token) == len(ids)
-                    rows = []
-                gone.extend(ids)
-            return True
-
-        def settled() -> bool:
-            rows = claim(connection, queue, chance.randint(1, 20))
-            for number, token, _ in rows:
-                if chance.random() < 0.2:
-                    assert value(connection, "select pgqueue.nack(%s, %s, %s, '0')", queue, number, token)
-                else:
-                    assert value(connection, "select pgqueue.ack(%s, %s, %s)", queue, number, token)
-                    gone.append(number)
-            return bool(rows)
-
-        while True:
-            kind = chance.random()
-            if kind < 0.1:
-                rolled_back("select id from pgqueue.claim(%s, %s)")
-            elif kind < 0.2:
-                rolled_back("select id from pgqueue.receive(%s, %s)")
-            elif (
-                not (received() if kind < 0.5 else exchanged() if kind < 0.75 else settled())
-                and stop.is_set()
-                and is_empty(connection, queue)
-            ):
-                return gone
 
 
 def code_of(error: psycopg.Error) -> str:

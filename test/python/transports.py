@@ -41,12 +41,6 @@ create table if not exists {q} (
     Id uuid not null default gen_random_uuid() primary key, Headers text not null, Body bytea, Due timestamptz not null
 )
 """
-SUBSCRIPTION_TABLE = """
-create table if not exists {q} (
-    QueueAddress varchar(200) not null, Endpoint varchar(200) not null, Topic varchar(200) not null,
-    primary key (Endpoint, Topic)
-)
-"""
 
 
 class Table:
@@ -138,30 +132,6 @@ class DelayedMessages(Table):
             batch,
             into=queue.address,
         ).rowcount
-
-
-class Subscriptions(Table):
-    """The statements of the transport on its table of subscriptions."""
-
-    def subscribe(self, address: str | None, endpoint: str | None, topic: str | None) -> int:
-        """Insert or update the subscription of an endpoint to a topic."""
-        return self.execute(
-            "insert into {q} (QueueAddress, Topic, Endpoint) values (%s, %s, %s)"
-            " on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress",
-            address,
-            topic,
-            endpoint,
-        ).rowcount
-
-    def unsubscribe(self, endpoint: str, topic: str) -> int:
-        """Delete the subscription of an endpoint to a topic."""
-        return self.execute("delete from {q} where Endpoint = %s and Topic = %s", endpoint, topic).rowcount
-
-    def addresses(self, *topics: str) -> list[str]:
-        """The addresses to which an event of these topics is sent."""
-        places = ", ".join(["%s"] * len(topics))
-        rows = self.execute(f"select distinct QueueAddress from {{q}} where Topic in ({places})", *topics)
-        return sorted(address for (address,) in rows)
 
 
 def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:

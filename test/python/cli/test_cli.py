@@ -1,7 +1,6 @@
 """The command line on the test server: its output, its effect on the queue, and its exit status."""
 
 import base64
-import logging
 import os
 import re
 import signal
@@ -173,14 +172,6 @@ def test_json_arguments_are_sent_unchanged(cli: Cli, orders: pgqueue.Queue) -> N
     assert cli("send", orders.name, "1").out == f"message {orders.browse()[-1].id} sent to {orders.name}\n"
 
 
-def test_an_error_in_a_multi_line_argument_names_the_line(cli: Cli, orders: pgqueue.Queue) -> None:
-    for words in (["send", orders.name], ["publish", orders.name]):
-        done = cli(*words, '{\n  "a": 1,\n  "b": }')
-        assert done.status == 2
-        assert "not JSON: Expecting value at line 3 column 8\n" in done.err
-    assert payloads(orders) == []
-
-
 def test_lines_of_json_are_sent_from_standard_input(cli: Cli, orders: pgqueue.Queue) -> None:
     lines = b'\xef\xbb\xbf{"a": 1}\r\n\n  \n"two"\n[3]'
     done = cli("send", orders.name, "--json", stdin=lines)
@@ -299,15 +290,6 @@ def test_an_interrupted_send_sends_nothing_and_says_so(
     assert payloads(orders) == []
 
 
-def test_warnings_of_psycopg_are_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of the command line
-    logging.getLogger("psycopg").warning("error ignored in rollback")
-    logging.getLogger("another").warning("a warning")
-    assert capsys.readouterr().err == "a warning\n"
-
-
 def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
     cli: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +304,9 @@ def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
 
 
 def test_published_json_is_sent_unchanged(cli: Cli, orders: pgqueue.Queue) -> None:
-    orders.subscribe(orders.name)
+    done = cli("subscribe", orders.name, orders.name)
+    assert done.out == f"queue {orders.name} is now subscribed to {orders.name}\n"
+    assert cli("subscribe", orders.name, orders.name).status == 3
     for text in ("1" * 5000, "[" * 1500 + "]" * 1500):
         assert cli("publish", orders.name, text) == (0, "sent to 1 queue\n", "")
     sent = orders.connection.execute(
@@ -333,6 +317,13 @@ def test_published_json_is_sent_unchanged(cli: Cli, orders: pgqueue.Queue) -> No
         done = cli("publish", orders.name, text)
         assert (done.status, done.out) == (2, "")
         assert done.err.startswith(f"pgqueue: the payload is not JSON: {reason}\n")
+    orders.purge_queue()
+    done = cli("publish", orders.name, "plain", "--body", "--header", "tenant=a", "--json")
+    assert done.records == [{"queues": 1}]
+    (message,) = orders.receive(2)
+    assert (message.body, message.headers) == (b"plain", {"tenant": "a", "pgqueue.topic": orders.name})
+    assert [cli("unsubscribe", orders.name, orders.name).status for _ in range(2)] == [0, 3]
+    assert cli("publish", orders.name, "1").out == "sent to 0 queues\n"
 
 
 def test_an_error_of_all_messages_names_no_line(cli: Cli, orders: pgqueue.Queue) -> None:

@@ -173,6 +173,9 @@ class Users:
         for message in messages:
             assert message.claim_token is not None
             match 0 if self.is_over else chance.random():
+                case fate if fate < 0.4 and "counters" in self.settings:
+                    # The messages of the answer are settled in their turn.
+                    messages += [each for each in queue.exchange([message.id], message.claim_token, 2) if not each.lost]
                 case fate if fate < 0.75:
                     self.history.ended(message)
                     if queue.ack(message.id, message.claim_token):
@@ -189,6 +192,7 @@ class Users:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"counters": True},
     "group_limit": {"group_limit": 1},
     "group_limit of 3": {"group_limit": 3},
     "priorities": {"priorities": True},
@@ -204,7 +208,7 @@ CHANGES: list[dict[str, Any]] = [
     for max_in_flight in (0, 20)
 ]
 # With max_in_flight, claims of several groups wait for each other, so that no race between two of them can be seen.
-FAST = ("group_limit", "group_limit of 3", "priorities", "altered")
+FAST = ("plain", "group_limit", "group_limit of 3", "priorities", "altered")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, connect, synchronous_standby, value, wait_for
+from clients import QUIET, connect, value, wait_for
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -98,26 +98,35 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
 
 
 @pytest.mark.parametrize(
-    "send",
+    "call",
     # Of the calls that need only the fast path, one in 500 looks whether a compaction is due.
     [
         "enqueue_batch('a', array['\"set constraints, prepare transaction\"']::jsonb[])",
         "enqueue('a', '1') from generate_series(1, 1000)",
         "enqueue('a', '1', '1 h')",
+        "claim('a')",
     ],
-    ids=["batch", "now", "later"],
+    ids=["batch", "now", "later", "claim"],
 )
-def test_what_sends_compacts(owner: psycopg.Connection[Any], send: str) -> None:
+def test_calls_of_a_role_without_rights_on_the_tables_compact(
+    site: tuple[Server, str], owner: psycopg.Connection[Any], call: str
+) -> None:
+    server, database = site
     owner.execute(FORCED_COMPACTION)
+    owner.execute("create role compact_user")
+    owner.execute("select pgqueue.grant_access('compact_user', a) from unnest('{producer,consumer}'::text[]) as a")
     before = value(owner, FILES)
+    with server.connect(database) as user:
+        user.execute("set role compact_user")
 
-    def is_compacted() -> bool:
-        make_due(owner)
-        # Two statements go to the server as a text, which is there at the commit, too.
-        owner.execute(f"select pgqueue.{send}; select 1".encode())
-        return bool(value(owner, FILES) != before)
+        def is_compacted() -> bool:
+            make_due(owner)
+            # Two statements go to the server as a text, which is there at the commit, too.
+            user.execute(f"select pgqueue.{call}; select 1".encode())
+            return bool(value(owner, FILES) != before)
 
-    wait_for(is_compacted)
+        wait_for(is_compacted)
+    owner.execute("drop owned by compact_user; drop role compact_user")
 
 
 @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
@@ -147,9 +156,8 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
     [
         "set constraints all immediate",
         "do $$ begin execute 'set ' || 'constraints pgqueue.do_at_commit immediate'; end $$",
-        "/* for a manager of transactions */ prepare transaction 'x'",
     ],
-    ids=["set", "function", "prepare"],
+    ids=["set", "function"],
 )
 def test_no_statement_that_fires_deferred_triggers_before_the_commit_compacts(
     owner: psycopg.Connection[Any], statement: str
@@ -163,7 +171,7 @@ def test_no_statement_that_fires_deferred_triggers_before_the_commit_compacts(
     assert value(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
     owner.execute(statement.encode())
     assert (value(owner, locks), value(owner, FILES)) == (0, before)
-    owner.execute("commit prepared 'x'" if "prepare" in statement else "commit")
+    owner.execute("commit")
 
 
 def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
@@ -276,26 +284,15 @@ def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Conne
     assert value(owner, "select array_agg(seq order by seq) from a") == [2, 3]
 
 
-def test_the_claim_of_a_role_without_rights_on_the_tables_compacts(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
-    server, database = site
-    owner.execute(FORCED_COMPACTION)
-    owner.execute("create role compact_consumer")
-    owner.execute("select pgqueue.grant_access('compact_consumer', 'consumer')")
-    pgqueue.Queue(owner, "a").enqueue(1)
-    make_due(owner)
-    before = value(owner, FILES)
-    with server.connect(database) as consumer:
-        consumer.execute("set role compact_consumer")
-        assert len(pgqueue.Queue(consumer, "a").claim()) == 1
-    assert value(owner, FILES) != before
-    owner.execute("drop owned by compact_consumer; drop role compact_consumer")
-
-
-@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize(
+    ("statement", "prepare"),
+    [
+        ("/* for a manager of transactions */ prepare transaction 'compact'", False),
+        ("PREPARE  TRANSACTION 'compact'", True),
+    ],
+)
 def test_prepare_transaction_does_not_compact(
-    site: tuple[Server, str], owner: psycopg.Connection[Any], prepare: bool
+    site: tuple[Server, str], owner: psycopg.Connection[Any], statement: str, prepare: bool
 ) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)
@@ -305,7 +302,7 @@ def test_prepare_transaction_does_not_compact(
     before = value(owner, FILES)
     owner.execute("begin")
     assert len(queue.receive(1)) == 1
-    owner.execute("PREPARE  TRANSACTION 'compact'", prepare=prepare)
+    owner.execute(statement.encode(), prepare=prepare)
     try:
         with server.connect(database) as other:
             other.execute("set lock_timeout = '1 s'")
@@ -362,65 +359,6 @@ def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(embedded: Embe
         assert wait_for(rows) == before
     with connect(embedded.dsn) as connection:
         connection.execute("drop extension pgqueue cascade")
-
-
-class Traffic:
-    """Sends, claims and acknowledges in a thread, forces compactions, and knows what was confirmed."""
-
-    def __init__(self, server: Server, database: str) -> None:
-        self.sent: set[int] = set()
-        self.settling: set[int] = set()
-        self._stopped = threading.Event()
-        self._connection = server.connect(database)
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Traffic":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self._connection.close()
-
-    def _run(self) -> None:
-        queue = pgqueue.Queue(self._connection, "a")
-        # The server may be killed.
-        with suppress(psycopg.OperationalError):
-            while not self._stopped.is_set():
-                self.sent.update(queue.enqueue_batch([1, 2, 3]))
-                make_due(self._connection)
-                for message in queue.claim(2):
-                    self.settling.add(message.id)
-                    queue.ack(message.id, message.claim_token)
-
-
-@pytest.mark.long(part="engine")
-def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_path: Path) -> None:
-    compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
-    with EmbeddedServer(settings=QUIET) as primary, connect(primary.dsn) as owner:
-        owner.execute("create extension pgqueue")
-        owner.execute("select pgqueue.create_queue('a', '1 h')")
-        owner.execute(FORCED_COMPACTION)
-        with synchronous_standby(primary, owner, tmp_path / "standby") as standby:
-            with Traffic(Server("primary", primary.dsn), "postgres") as traffic:
-                wait_for(lambda: value(owner, compactions) > 2)
-                primary.kill()
-            with connect(standby.dsn) as promoted:
-                assert value(promoted, "select pg_promote()")
-                ids = {row[0] for row in promoted.execute("select id from pgqueue.messages")}
-                assert traffic.sent - traffic.settling <= ids
-                queue = pgqueue.Queue(promoted, "a")
-                number = queue.enqueue(4)
-                assert number > max(ids)
-                # The answer to a claim of two messages can be lost.
-                waiting = (traffic.sent - traffic.settling) | {number}
-                assert len(waiting & {message.id for message in queue.claim(len(ids) + 1)}) >= len(waiting) - 2
-                compacted = value(promoted, compactions)
-                queue.enqueue(5)
-                make_due(promoted)
-                queue.claim()
-                assert value(promoted, compactions) > compacted
 
 
 @pytest.mark.long(part="engine")

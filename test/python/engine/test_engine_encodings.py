@@ -104,13 +104,6 @@ def test_messages_work_with_other_settings_of_the_database(server: str) -> None:
         live(connection)
 
 
-@pytest.mark.long(part="engine")
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_messages_work_with_each_setting_of_the_database(server: str, setting: str) -> None:
-    with installed(server, "UTF8", {setting: SETTINGS[setting]}) as connection:
-        live(connection)
-
-
 def test_transport_headers_outside_the_encoding_do_not_block_messages(other: psycopg.Connection[Any]) -> None:
     other.execute("select pgqueue.create_queue('q')")
     other.execute("select pgqueue.expose_transport('q')")

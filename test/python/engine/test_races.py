@@ -8,51 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import administer, connect, disturbed, drain, is_blocked, misuse, produce, wait_for
-
-
-@pytest.mark.parametrize(
-    ("clients", "number"),
-    [((1, 50, 50), 1500), pytest.param((1, 1, *[50] * 6), 30_000, marks=pytest.mark.long(part="soak"))],
-    ids=["short", "at length"],
-)
-def test_consumers_acknowledge_each_message_exactly_once(
-    database: str, connection: psycopg.Connection[Any], name: str, clients: tuple[int, ...], number: int
-) -> None:
-    connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
-    send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
-    rows = connection.execute(send, (name, number)).fetchall()
-    sent = [row[0] for row in rows]
-    assert sent == sorted(set(sent))
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        work = [pool.submit(drain, database, name, most) for most in clients]
-        acked = list(chain.from_iterable(client.result() for client in work))
-
-    assert sorted(acked) == sent
-
-
-@pytest.mark.parametrize(
-    ("number", "clients"),
-    [(300, (2, 1)), pytest.param(3000, (5, 3), marks=pytest.mark.long(part="soak"))],
-    ids=["short", "at length"],
-)
-def test_messages_sent_and_settled_in_every_way_leave_exactly_once(
-    database: str, connection: psycopg.Connection[Any], name: str, number: int, clients: tuple[int, int]
-) -> None:
-    connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h', max_attempts => 100)", (name,))
-    stop = Event()
-    with ThreadPoolExecutor(sum(clients)) as pool:
-        consumers = [pool.submit(misuse, database, name, stop, seed) for seed in range(clients[0])]
-        producers = [pool.submit(produce, database, name, number, seed) for seed in range(clients[1])]
-        try:
-            sent = list(chain.from_iterable(client.result() for client in producers))
-        finally:
-            stop.set()
-        gone = list(chain.from_iterable(client.result() for client in consumers))
-
-    assert sorted(gone) == sorted(sent)
-    assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
+from clients import administer, connect, disturbed, is_blocked, wait_for
 
 
 def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(

@@ -1,13 +1,11 @@
 """The commands of topics, and the cost of a publish with many subscriptions."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 from clients import buffers, value
-from commands import in_process
 
 import pgqueue
 
@@ -37,21 +35,3 @@ def test_publish_uses_an_index_with_many_subscriptions(crowd: psycopg.Connection
             cost = [buffers(crowd, "select pgqueue.publish('orders.paid.late', '1')") for _ in range(5)]
             assert min(cost) <= BUFFERS, (vacuum, cost)
         assert value(crowd, "select count(*) from pgqueue.messages") == 10
-
-
-def test_the_topic_commands_work(database: str, connection: psycopg.Connection[Any], name: str) -> None:
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    done = in_process(database, "subscribe", f"{name}.*", name)
-    assert (done.status, done.out) == (0, f"queue {name} is now subscribed to {name}.*\n")
-    assert in_process(database, "subscribe", f"{name}.*", name).status == 3
-    done = in_process(database, "publish", f"{name}.paid", '{"n": 1}', "--header", "tenant=a", "--json")
-    assert json.loads(done.out) == {"queues": 1}
-    assert in_process(database, "publish", f"{name}.paid", "plain", "--body").out == "sent to 1 queue\n"
-    first, second = queue.claim(2)
-    assert (first.payload, (first.headers or {})["tenant"], second.body) == ({"n": 1}, "a", b"plain")
-    done = in_process(database, "publish", f"{name}.paid", "plain")
-    assert (done.status, "not JSON" in done.err) == (2, True)
-    assert in_process(database, "unsubscribe", f"{name}.*", name).status == 0
-    assert in_process(database, "unsubscribe", f"{name}.*", name).status == 3
-    assert in_process(database, "publish", f"{name}.paid", "1").out == "sent to 0 queues\n"

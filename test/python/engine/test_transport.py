@@ -15,9 +15,7 @@ import pytest
 from clients import buffers, drop, value, wait_for
 from transports import (
     DELAYED_TABLE,
-    SUBSCRIPTION_TABLE,
     DelayedMessages,
-    Subscriptions,
     Table,
     Transport,
     patient,
@@ -202,49 +200,6 @@ def test_statements_have_the_same_result_as_on_a_table_of_the_transport(
 ) -> None:
     expected = SCENARIOS[scenario](own_table)
     assert SCENARIOS[scenario](Transport(connection, relation)) == expected
-
-
-@pytest.fixture
-def routing(connection: psycopg.Connection[Any]) -> Iterator[Subscriptions]:
-    """The relation of subscriptions."""
-    (address,) = connection.execute("select pgqueue.expose_subscriptions(table_name => 'Routing')").fetchone() or ("",)
-    yield Subscriptions(connection, address)
-    connection.execute("select pgqueue.unexpose_subscriptions(table_name => 'Routing')")
-
-
-@pytest.fixture
-def own_routing(connection: psycopg.Connection[Any]) -> Iterator[Subscriptions]:
-    """A table of subscriptions that the transport created."""
-    table = Subscriptions(connection, '"public"."Routing.own"')
-    table.execute(SUBSCRIPTION_TABLE)
-    yield table
-    table.execute("drop table {q}")
-
-
-def change_subscriptions(table: Subscriptions, address: str, other: str) -> list[Any]:
-    def subscribe(*values: str | None) -> Any:
-        return outcome(table, lambda: table.subscribe(*values))
-
-    return [
-        [subscribe(address, "e1", "Ns.A"), subscribe(address, "e1", "Ns.A"), subscribe(address, "e2", "Ns.A")],
-        [subscribe(other, "e2", "Ns.A"), subscribe(address, "e2", "Ns.B`1[[Ns.C, Ns, Version=1.0.0.0]]")],
-        [table.addresses("Ns.A", "Ns.B"), table.addresses("Ns.B"), table.addresses("ns.a")],
-        [subscribe(None, "e3", "Ns.A"), subscribe(address, None, "Ns.A"), subscribe(address, "e3", None)],
-        [table.unsubscribe("e1", "Ns.A"), table.unsubscribe("e1", "Ns.A"), table.unsubscribe("E2", "Ns.A")],
-        [table.addresses("Ns.A"), outcome(table, lambda: table.execute(SUBSCRIPTION_TABLE).rowcount)],
-        table.unsubscribe("e2", "Ns.A"),
-    ]
-
-
-def test_subscriptions_change_as_in_a_table_of_the_transport(
-    connection: psycopg.Connection[Any], relation: str, routing: Subscriptions, own_routing: Subscriptions, name: str
-) -> None:
-    queue = pgqueue.Queue(connection, f"{name}-other")
-    queue.create_queue()
-    other = queue.expose_transport()
-    expected = change_subscriptions(own_routing, relation, other)
-    assert change_subscriptions(routing, relation, other) == expected
-    queue.drop_queue()
 
 
 def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
