@@ -378,19 +378,6 @@ def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) 
         assert command.wait(PATIENCE) == 7
 
 
-def test_without_psql_the_command_says_what_to_install(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("pgqueue.cli.database._packaged_bindir", lambda: tmp_path)
-    done = in_process(database, "psql")
-    assert (done.status, done.out) == (1, "")
-    assert done.err.startswith(
-        "pgqueue: psql is not installed: it is not on the path\nhint: Install PostgreSQL's client"
-    )
-    assert "[embedded]" in done.err
-
-
 # Completion
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import typer
 from clients import PATIENCE
 from commands import Cli, NewDatabase, environment, in_process, kill_letters, payloads, run, running, terminal
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 import pgqueue.cli
@@ -122,24 +121,6 @@ def test_a_timestamp_beyond_python_is_shown_in_the_servers_text(cli: Cli, orders
     assert "20000-01-01 00:00:00+00" in shown.out
 
 
-def test_the_last_timestamp_is_shown_in_any_time_zone(database: str, orders: pgqueue.Queue) -> None:
-    orders.connection.execute(
-        "insert into pgqueue.messages (queue_name, payload, max_attempts, expires_at) values (%s, '1', 5, %s)",
-        [orders.name, "9999-12-31 23:59:59-05"],
-    )
-    shown = in_process(database, "claim", orders.name, "--json", PGTZ="America/New_York")
-    assert shown.status == 0, shown.err
-    [record] = shown.records
-    assert record["expires_at"] == "9999-12-31T23:59:59-05:00"
-    orders.reject(record["id"], record["claim_token"])
-    orders.connection.execute(
-        "update pgqueue.dead_messages set expires_at = '9999-12-31 23:59:59+00' where queue_name = %s", [orders.name]
-    )
-    shown = run("dead", "show", orders.name, str(record["id"]), PGQUEUE_DSN=database, TZ="Asia/Tokyo")
-    assert shown.status == 0, shown.err
-    assert "9999-12-31 23:59:59" in shown.out
-
-
 def test_tables_fit_a_terminal_and_figures_stay_whole(
     database: str, orders: pgqueue.Queue, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,22 +142,6 @@ def test_tables_fit_a_terminal_and_figures_stay_whole(
         # Names are shown in full, and a text that is cut ends with …
         assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), seen
     assert " rejected " in seen
-
-
-def test_a_narrow_terminal_cuts_no_column(
-    database: str, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    orders.enqueue_batch([1, 2])
-    for words in (["list"], ["stats", orders.name]):
-        whole = in_process(database, *words).out
-        with monkeypatch.context() as patch:
-            patch.setattr(pgqueue.cli.session, "_UNLIMITED_WIDTH", 30)
-            seen = in_process(database, *words).out
-        (headings, row), (narrow, other) = (
-            [line.split() for line in text.splitlines() if line.startswith(("queue ", f"{orders.name} "))]
-            for text in (whole, seen)
-        )
-        assert (narrow, other[:4]) == (headings, row[:4])
 
 
 def test_colours_follow_the_terminal_and_its_variables(database: str) -> None:
@@ -245,13 +210,6 @@ def test_a_full_disk_is_reported_with_what_has_happened(
     assert payloads(orders) == [1]
 
 
-def test_a_full_disk_for_notes_is_no_error(database: str, orders: pgqueue.Queue) -> None:
-    # Of a password in the DSN a note warns on stderr, which is full. The results are written.
-    given = make_conninfo(database, password=conninfo_to_dict(database).get("password") or "none")
-    done = shell(f"'{sys.executable}' -m pgqueue stats {orders.name} --dsn {shlex.quote(given)} 2>/dev/full")
-    assert (done.returncode, orders.name in done.stdout) == (0, True)
-
-
 def test_an_interrupt_ends_any_command_with_its_status(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
@@ -262,14 +220,6 @@ def test_an_interrupt_ends_any_command_with_its_status(
             command.wait_for(lambda: connection.execute(waits).fetchone() == (1,))
             command.signal(signal.SIGINT)
             assert command.end() == (130, "", "")
-
-
-def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def app(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pgqueue.cli, "app", app)
-    assert pgqueue.cli.main(["list"]) == 130
 
 
 def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqueue.Queue) -> None:
@@ -544,12 +494,3 @@ def test_without_the_cli_extra_the_command_says_what_to_install(missing: str) ->
     assert (done.returncode, done.stdout) == (1, "")
     project = Path(__file__).parents[3] / "python"
     assert done.stderr == f"pgqueue: the command line needs {missing}: pip install -e '{project}[cli]'\n"
-
-
-def test_an_installed_package_is_named_in_the_install_command(tmp_path: Path) -> None:
-    installed = tmp_path / "lib/site-packages/pgqueue"
-    installed.mkdir(parents=True)
-    files = Path(pgqueue.__file__).with_name("_files.py")
-    (installed / "_files.py").write_text(files.read_text())
-    found = runpy.run_path(str(installed / "_files.py"))
-    assert found["extra"]("http") == "pip install 'pgqueue-sql[http]'"

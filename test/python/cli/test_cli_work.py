@@ -1,32 +1,24 @@
 """`pgqueue work`: its handlers and its output in this process, and how a process of its own stops."""
 
-import errno
-import io
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
-from commands import ANSI, COMMAND, Cli, Done, Running, environment, in_process, inside, running, terminal
+from clients import wait_for
+from commands import ANSI, Cli, Done, Running, in_process, inside, running, terminal
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
 import pgqueue.cli
 import pgqueue.consumer
-from pgqueue.cli import work_monitor
-from pgqueue.cli.session import Session
 from pgqueue.cli.work_monitor import WorkMonitor
 
 pytestmark = pytest.mark.usefixtures("no_other_database")
@@ -465,85 +457,6 @@ def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
     assert (message.attempt_count, message.last_error) == (1, None)
 
 
-def test_work_continues_with_a_closed_stderr(database: str, orders: pgqueue.Queue, shop: Path) -> None:
-    command = subprocess.Popen(
-        [*COMMAND, "work", orders.name, "orders.tasks:log", "--concurrency", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(PGQUEUE_DSN=database),
-        cwd=shop,
-    )
-    assert command.stdout is not None
-    assert command.stderr is not None
-    try:
-        orders.enqueue(0)
-        assert command.stdout.readline() == b"done\n"
-        command.stderr.close()
-        orders.enqueue_batch([1, 2, 3])
-        wait_for(lambda: left(orders) == (0, 0, 0, 0))
-        assert [command.stdout.readline() for _ in range(3)] == [b"done\n"] * 3
-        command.send_signal(signal.SIGTERM)
-        assert (command.stdout.read(), command.wait(PATIENCE)) == (b"", 0)
-    finally:
-        command.kill()
-        command.wait()
-        command.stdout.close()
-
-
-def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise threads that do not stop would keep the process alive."""
-
-    class Full(io.StringIO):
-        def flush(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    class SilentMonitor:
-        signals = 0
-
-        def __call__(self, stop: Any) -> Any:  # noqa: ARG002
-            return nullcontext()
-
-    ended: list[int] = []
-    monitor: Any = SilentMonitor()
-    # Spark replaces the handler in its process, and a consumer takes only signals that nobody handles.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "_exit", ended.append)
-        patch.setattr(sys, "stdout", Full())
-        patch.setattr(sys, "stderr", Full())
-        with pgqueue.cli.work._stoppable(monitor, monitor, lambda: None):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-            wait_for(lambda: monitor.signals == 2)
-    signal.signal(signal.SIGINT, previous)
-    assert ended == [128 + signal.SIGTERM]
-
-
-def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Path) -> None:
-    orders.enqueue(1)
-    with working(orders, "never", shop=shop) as command:
-        command.signal(signal.SIGINT)
-        command.wait_for(lambda: "pgqueue: stopping" in command.err)
-        # The process gets the next two together, so that it cannot end after the second.
-        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-            command.signal(number)
-        done = command.end()
-    # Either of them can be the third.
-    assert done.status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert "stopped by force" not in done.err
-
-
-def test_a_signal_before_the_first_message_stops_work(orders: pgqueue.Queue, shop: Path) -> None:
-    with working(orders, "note", shop=shop, begun="") as command:
-        # The consumer runs when it has looked at the queue.
-        looking = "select exists (select from pg_stat_activity where application_name = %s and query like '%%peek%%')"
-        command.wait_for(lambda: orders.connection.execute(looking, [f"pgqueue {orders.name}"]).fetchone() == (True,))
-        command.signal(signal.SIGTERM)
-        done = command.end()
-    assert done.status == 0
-    assert "0 messages done" in done.err
-
-
 def test_work_waits_for_its_database_or_gives_up(orders: pgqueue.Queue, shop: Path) -> None:
     words = ("work", orders.name, "orders.tasks:note")
     with running(*words, directory=shop.parent, cwd=shop, PGQUEUE_DSN="host=/nowhere") as command:
@@ -574,24 +487,3 @@ def test_the_live_line_shows_depth_and_progress(database: str, orders: pgqueue.Q
     frames = re.split(r"\x1b\[2K|\r|\n", screen.raw.decode())
     assert max(len(ANSI.sub("", frame)) for frame in frames if "pgqueue.consumer: " not in frame) <= 80
     assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is visible again
-
-
-def test_with_quiet_a_terminal_sees_only_handlers_and_logs(database: str, orders: pgqueue.Queue, shop: Path) -> None:
-    orders.enqueue(1)
-    words = ("work", orders.name, "orders.tasks:note", "--quiet", "--until-empty", "--log-level", "error")
-    with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
-        assert screen.end() == 0
-    assert screen.seen == "got 1\n"
-
-
-def test_the_rate_is_that_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = SimpleNamespace(succeeded=0, running=1, failed=2, overdue=1, abandoned=0, circuit="closed")
-    moments = iter([0.0, 2.0, 4.0, 8.0])
-    monkeypatch.setattr(work_monitor, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    monitor = WorkMonitor(Session(), "", ["orders"], cast(Any, SimpleNamespace(stats=stats)), None)
-    shown = []
-    for done in (0, 8, 12, 12):
-        stats.succeeded = done
-        shown.append(monitor._status_line().plain)
-    assert [line.partition("/s")[0] for line in shown] == ["orders  0", "orders  4", "orders  3", "orders  0"]
-    assert shown[0].endswith("/s  running 1  done 0  failed 2  hang 1")

@@ -65,16 +65,6 @@ def dsn(empty_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> Iterato
     signal.signal(signal.SIGTERM, previous)
 
 
-def test_keep_leaves_the_tables_on_a_given_server_until_the_next_run(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda *_: True)
-    monkeypatch.setenv("PGOPTIONS", "-c intervalstyle=iso_8601 -c datestyle=german")
-    assert demo.main(["--keep", "--messages", "2000"]) == 0
-    with psycopg.connect(dsn) as connection:
-        assert connection.execute("select count(*) from pgqueue_demo.delays").fetchone() == (0,)
-    assert demo.main(["--messages", "2000"]) == 0
-    assert_gone(dsn)
-
-
 def test_existing_objects_with_the_names_of_the_demo_are_not_touched(
     dsn: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
