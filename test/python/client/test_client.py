@@ -156,6 +156,7 @@ def test_the_client_uses_neither_adapters_nor_row_factory_of_the_connection(
     client.connection.execute(f"set datestyle = '{style}'")
     foreign_rows: Any = client._connection
     foreign_rows.row_factory = dict_row
+    foreign_rows.cursor_factory = psycopg.AsyncRawCursor
     set_json_loads(lambda text: text, client.connection)
     set_json_dumps(lambda _: "0", client.connection)
     adapters = client.connection.adapters
@@ -344,16 +345,6 @@ def test_a_call_within_another_call_gets_its_own_answer(database: str, name: str
         assert queue.browse(max_messages=1, after_id=second) == []
         assert [message.payload for message in queue.browse(max_messages=1, after_id=0)] == [1]
         assert within == [0, 2]  # the cursor of the first call was in use
-
-
-def test_the_client_works_with_any_cursor_and_row_factory(database: str, name: str) -> None:
-    with psycopg.connect(
-        database, autocommit=True, row_factory=psycopg.rows.dict_row, cursor_factory=psycopg.RawCursor
-    ) as connection:
-        queue = pgqueue.Queue(connection, name)
-        queue.create_queue()
-        queue.enqueue("100 %")
-        assert queue.claim()[0].payload == "100 %"
 
 
 def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:

@@ -205,14 +205,6 @@ async def test_no_more_idle_connections_are_kept_than_may_be_used(database: str)
             connection.close()
 
 
-def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
-    async def connected() -> Any:
-        raise AssertionError("nobody asks for one")
-
-    with pytest.raises(TypeError, match="the conninfo is a coroutine function: use AsyncConsumer"):
-        Consumer(connected, "q", lambda _: None)  # type: ignore[arg-type]
-
-
 # The consumers
 
 

@@ -293,29 +293,6 @@ def test_on_start_of_a_consumer_runs_on_a_thread_without_an_event_loop_and_may_s
     assert len(loops) == 1
 
 
-async def wait() -> None: ...
-
-
-def test_middleware_and_hooks_of_the_other_kind_of_consumer_are_refused() -> None:
-    def handle(delivery: pgqueue.Delivery) -> None: ...
-    async def handle_async(delivery: pgqueue.Delivery) -> None: ...
-    def surround(delivery: Any, call_next: Any) -> None: ...
-    async def surround_async(delivery: Any, call_next: Any) -> None: ...
-
-    with pytest.raises(TypeError, match=r"middleware\[1\] is a coroutine function: use AsyncConsumer"):
-        pgqueue.Consumer("", "q", handle, middleware=[surround, surround_async])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"middleware\[0\] is no coroutine function: use Consumer"):
-        pgqueue.AsyncConsumer("", "q", handle_async, middleware=[surround])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="on_stop is a coroutine function: use AsyncConsumer"):
-        pgqueue.Consumer("", "q", handle, on_stop=wait)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"invalid middleware\[0\]: cannot be called with 2 arguments"):
-        pgqueue.Consumer("", "q", handle, middleware=[handle])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="invalid middleware: function is one value"):
-        pgqueue.Consumer("", "q", handle, middleware=surround)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="invalid on_start: cannot be called with 0 arguments"):
-        pgqueue.Consumer("", "q", handle, on_start=handle)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", [pgqueue.Consumer, pgqueue.AsyncConsumer])
 def test_the_arguments_of_a_consumer_have_exact_types(kind: type) -> None:
     hints = typing.get_type_hints(kind.__init__)  # type: ignore[misc]

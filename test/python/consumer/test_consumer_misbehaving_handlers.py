@@ -398,10 +398,10 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     queue.enqueue_batch(["bad", "runs"])
     go_on = threading.Event()
 
-    def mistaken(runtime: Any, held: Any, error: BaseException) -> Any:
+    def mistaken(runtime: Any, held: Any, error: BaseException, seconds: float | None) -> Any:
         if held.message.attempt_count == 1:
             raise ZeroDivisionError("a mistake of ours")
-        return settlement(runtime, held, error)
+        return settlement(runtime, held, error, seconds)
 
     monkeypatch.setattr("pgqueue.consumer.handlers.settlement", mistaken)
 

@@ -39,18 +39,6 @@ from pgqueue.telemetry import inject, instrument
 
 Connection = psycopg.Connection[Any]
 
-MILLISECOND = timedelta(milliseconds=1)
-OURS = {
-    "pgqueue.failures",
-    "pgqueue.failed_queue",
-    "pgqueue.exception_type",
-    "pgqueue.exception_message",
-    "pgqueue.stack_trace",
-    "pgqueue.failed_at",
-    "pgqueue.attempts",
-}
-
-
 # Waking
 
 

@@ -9,12 +9,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.errors import LockNotAvailable
@@ -33,18 +32,8 @@ from .timings import timings
 
 T = TypeVar("T")
 
-_MOST_ACKS = 5_000
+_MOST_DUE = 5_000
 _ACKS_OF_CLAIM = 16  # that a claim sends as well; it then waits until they are on the disk, which for fewer is too long
-
-
-class _Settlement(NamedTuple):
-    """A statement that returns whether the message was still claimed, a fallback if it is refused, and the outcome."""
-
-    statement: Bound[Any]
-    result: Result | None
-    fallback: Bound[Any] | None
-    failure: tuple[int, int] | None = None  # that it records, in receive mode: the id and the attempt of the message
-    met_lock: bool = False
 
 
 class Claims:
@@ -54,8 +43,7 @@ class Claims:
         self._runtime = runtime
         self._settings = settings = runtime.settings
         self.held: set[ClaimedMessage] = set()  # those that are to be extended; the thread reads it
-        self._acks: list[Result] = []
-        self._settlements: deque[_Settlement] = deque()
+        self._due: dict[ClaimedMessage, Result] = {}  # those that are to be settled
         self._postponed = 0  # settlements of locked messages
         self._unrecorded: dict[tuple[int, int], HandlerCall] = {}  # failures that the database does not know yet
         self._flushing = asyncio.Lock()
@@ -66,17 +54,18 @@ class Claims:
 
     # Claiming
 
-    async def claim(self, wanted: int) -> tuple[list[Any], bool]:
+    async def claim(self, wanted: int) -> tuple[list[ClaimedMessage], bool]:
         """Claim up to `wanted` messages; fewer after a claim that failed, as its result may be too large.
 
-        Returns the rows, and whether there may be more. Raises `psycopg.Error`.
+        Returns the messages, and whether there may be more. Raises `psycopg.Error`.
         """
+        now = time.monotonic()
         names, wanted = self.queue_names, min(wanted, self._portion)
         terms = wanted, self.visibility_timeout, self._settings.claimed_by or ""
         call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
         rows: list[Any] | None = None
         try:
-            if len(self._acks) >= _ACKS_OF_CLAIM and len(names) == 1 and not self._flushing.locked():
+            if len(self._due) >= _ACKS_OF_CLAIM and len(names) == 1 and not self._flushing.locked():
                 rows = await self._acknowledge_and_claim(names[0], terms)
             if rows is None:
                 rows = await self._runtime.run(call, "claim")
@@ -84,7 +73,9 @@ class Claims:
             self._portion = max(1, wanted // 4)
             raise
         self._portion = min(2 * self._portion, MOST_MESSAGES)
-        return rows, len(rows) == wanted
+        messages = [ClaimedMessage(row) for row in rows]
+        self.add(messages, now)
+        return messages, len(rows) == wanted
 
     async def _acknowledge_and_claim(self, queue_name: str, terms: tuple[int, timedelta, str]) -> list[Any] | None:
         """Acknowledge messages of one claim and claim others, in one statement.
@@ -92,26 +83,27 @@ class Claims:
         None, and nothing was done, if one of them is locked, or all were acknowledged meanwhile.
         """
         async with self._flushing:
-            if not self._acks:
+            acks = [message for message, result in self._due.items() if result.statement is None]
+            done = {message: self._due.pop(message) for message in acks if message.token == acks[0].token}
+            if not done:
                 return None
-            token = self._acks[0].message.token
-            done = [result for result in self._acks if result.message.token == token]
-            self._acks = [result for result in self._acks if result.message.token != token]
-            ids = [result.message.id for result in done]
-            is_locked = any(result.message.is_locked for result in done)
+            ids, is_locked = [message.id for message in done], any(message.is_locked for message in done)
+            call = _calls.acknowledge_and_claim(queue_name, ids, acks[0].token, *terms)
+            rows: list[Any] | None = None
             try:
-                rows = await self._settle(_calls.acknowledge_and_claim(queue_name, ids, token, *terms), is_locked)
+                rows = await self.answers_to(self._run, call, is_locked)
             except BaseException as error:
-                self._queue_acks(done)
-                for result in done:
-                    result.message.is_in_doubt |= is_trouble(error)
+                for message in done:
+                    message.is_in_doubt |= is_trouble(error)
                 raise
+            finally:
+                if rows is None:
+                    self._queue(done)
             if rows is None:
-                self._queue_acks(done)
                 return None
             lost = {row for row in rows if isinstance(row, int)}
-            for result in done:
-                self._answered(result, result.message.id not in lost)
+            for message, result in done.items():
+                self._answered(result, message.id not in lost)
             return rows[len(lost) :]  # The ids of lost claims come first.
 
     def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
@@ -150,7 +142,8 @@ class Claims:
         """Note that the claim of a message was lost."""
         self.held.discard(message)
         if message.try_become(State.LOST):
-            self._runtime.report_loss(message)
+            self._runtime.log_about(message, logging.WARNING, f"the claim of message {message.id} was lost")
+            self._runtime.tell("lost", message)
 
     # Locked messages
 
@@ -191,55 +184,30 @@ class Claims:
     def _note_lock(self, message: ClaimedMessage) -> None:
         if not message.is_locked and message.state is not State.COMMITTING:
             message.is_locked = True
-            text = f"message {message.id} is locked by a transaction, and is not extended or settled before that ends"
-            self._runtime.log_about(message, logging.WARNING, text)
-
-    def _postpone(self, again: Callable[[], None]) -> None:
-        """Queue a settlement again in a moment, because its message is locked now."""
-
-        def resume() -> None:
-            self._postponed -= 1
-            again()
-            self._runtime.signal()
-
-        self._postponed += 1
-        asyncio.get_running_loop().call_later(timings.settle_locked_again, resume)
+            if message.token is not None:
+                text = f"message {message.id} is locked by a transaction, and is not extended or settled before it ends"
+                self._runtime.log_about(message, logging.WARNING, text)
 
     # Settling
 
-    def acknowledge(self, result: Result) -> None:
-        """Acknowledge a message soon, together with others."""
+    def send(self, result: Result) -> None:
+        """Settle a message soon: acknowledge it together with others, or execute the statement of the result."""
         result.message.become(State.SETTLING)
-        self._queue_acks([result])
+        self._queue({result.message: result})
 
-    def _queue_acks(self, done: Iterable[Result]) -> None:
-        had_acks = bool(self._acks)
-        self._acks += done
-        if not had_acks or len(self._acks) >= _MOST_ACKS:  # Between these nothing waits for more.
+    def _queue(self, results: dict[ClaimedMessage, Result]) -> None:
+        is_first = not self._due
+        self._due |= results
+        if is_first or len(self._due) >= _MOST_DUE:  # Between these nothing waits for more.
             self._runtime.signal()
 
-    def send(self, statement: Bound[Any], result: Result | None, fallback: Bound[Any] | None = None) -> None:
-        """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""
-        if result is not None:
-            result.message.become(State.SETTLING)
-        self._settlements.append(_Settlement(statement, result, fallback))
-        self._runtime.signal()
-
-    def note_settled_by_handler(self, result: Result) -> None:
-        """Note the outcome of a message that the handler has acknowledged."""
-        result.message.become(State.SETTLING)
-        self.settled(result)
-
-    def record_failure(self, message: ClaimedMessage, statement: Bound[Any], call: HandlerCall) -> None:
+    def record_failure(self, result: Result, call: HandlerCall) -> None:
         """Count the attempt of a message whose transaction was rolled back.
 
         A record of the same attempt can be waiting, as the message can be received again before it is sent.
         """
-        failure = message.id, message.message.attempt_count
-        if failure not in self._unrecorded:
-            self._unrecorded[failure] = call
-            self._settlements.append(_Settlement(statement, None, None, failure))
-            self._runtime.signal()
+        if self._unrecorded.setdefault(_attempt_of(result.message), call) is call:
+            self._queue({result.message: result})
 
     @property
     def calls_with_unrecorded_failures(self) -> int:
@@ -287,93 +255,81 @@ class Claims:
     @property
     def is_settled(self) -> bool:
         """Whether all settlements were sent and answered."""
-        return not self._has_due() and not self._postponed and not self._flushing.locked()
-
-    def _has_due(self) -> bool:
-        return bool(self._acks or self._settlements)
+        return not self._due and not self._postponed and not self._flushing.locked()
 
     async def send_settlements(self) -> None:
         """Send settlements, endlessly. Raises `psycopg.Error`: what was not settled is kept then."""
         while True:
-            await self._runtime.wait_until(self._has_due)
-            if self._acks:
+            await self._runtime.wait_until(lambda: bool(self._due))
+            if any(result.statement is None for result in self._due.values()):
                 await self._runtime.wait_until(
-                    lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + timings.ack_batch
+                    lambda: len(self._due) >= _MOST_DUE, time.monotonic() + timings.ack_batch
                 )
             await self.flush()
 
     async def flush(self) -> None:
         """Send the settlements that are due. Raises `psycopg.Error`: what was not settled is kept then."""
         async with self._flushing:
-            # Acknowledgements come first. They succeed on a full disk, and make room for what is given back.
-            acks, self._acks = self._acks, []
-            if acks:
-                await self._acknowledge(acks)
-            await self._send()
-
-    async def _settle(self, call: Bound[T], is_locked: bool) -> list[T] | None:
-        return await self.answers_to(partial(self._runtime.run, kind="settle"), call, is_locked)
-
-    async def _acknowledge(self, done: list[Result]) -> None:
-        left = {result.message: result for result in done}
-
-        async def acknowledge(messages: list[ClaimedMessage], is_locked: bool) -> bool:
+            due, self._due = self._due, {}
+            settle = partial(self._settle, due)
+            acks = [message for message, result in due.items() if result.statement is None]
+            others = [message for message, result in due.items() if result.statement is not None]
             try:
-                answers = await self._settle(_calls.ack_claims(*claims_of(messages)), is_locked)
-            except psycopg.Error as error:
-                if is_trouble(error):
-                    for message in messages:
-                        message.is_in_doubt = True
-                    raise
-                for message in messages:
-                    self.forget(left.pop(message).message)
-                told = ("message could not be acknowledged: it", "messages could not be acknowledged: they")
-                self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
-                return True
-            if answers is None:
-                return False
-            for message, answer in zip(messages, answers, strict=True):
-                self._answered(left.pop(message), answer.settled)
-            return True
+                # Acknowledgements come first. They succeed on a full disk, and make room for what is given back.
+                await self.in_parts(acks, settle)
+                for message in others:
+                    if not await settle([message], message.is_locked):
+                        self._note_lock(message)
+            except BaseException:
+                self._queue(due)
+                raise
+        if due:  # They are locked: their settlements are sent again in a moment.
+            self._postponed += 1
+            asyncio.get_running_loop().call_later(timings.settle_locked_again, self._resume, due)
 
+    def _resume(self, results: dict[ClaimedMessage, Result]) -> None:
+        self._postponed -= 1
+        self._queue(results)
+
+    async def _settle(self, due: dict[ClaimedMessage, Result], messages: list[ClaimedMessage], is_locked: bool) -> bool:
+        """Execute one statement that settles messages, and remove them from `due`; False if one of them is locked."""
+        statement = due[messages[0]].statement
         try:
-            await self.in_parts(list(left), acknowledge)
-        except BaseException:
-            self._queue_acks(left.values())
-            raise
-        if left:
-            self._postpone(partial(self._queue_acks, left.values()))
+            call: Bound[Any] = statement or _calls.ack_claims(*claims_of(messages))
+            answers = await self.answers_to(self._run, call, is_locked)
+        except psycopg.Error as error:
+            if is_trouble(error):
+                for message in messages:
+                    message.is_in_doubt = True
+                raise
+            if (fallback := due[messages[0]].fallback) is not None:
+                due[messages[0]] = due[messages[0]]._replace(statement=fallback, fallback=None)
+                return await self._settle(due, messages, is_locked)
+            told = ("message could not be settled: it", "messages could not be settled: they")
+            self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
+            for message in messages:
+                self.forget(message)
+                self._recorded(due.pop(message))
+            return True
+        if answers is None:
+            for message in messages:
+                self._recorded(due[message])  # Another consumer has received it: nothing waits for that.
+            return False
+        for message, answer in zip(messages, answers, strict=True):
+            is_kept = answer.settled if statement is None else answer
+            if due[message].state is not State.RELEASED:
+                self._answered(due.pop(message), is_kept)
+            elif is_kept or message.is_locked:
+                self._recorded(due.pop(message))
+        return messages[0] not in due  # In receive mode, the server may end an aborted transaction late.
 
-    async def _send(self) -> None:
-        while self._settlements:
-            statement, result, fallback, failure, met_lock = settlement = self._settlements[0]
-            try:
-                rows = await self._settle(statement, met_lock)
-            except psycopg.Error as error:
-                if is_trouble(error):
-                    if result is not None:
-                        result.message.is_in_doubt = True
-                    raise
-                self._settlements.popleft()
-                if fallback is not None:
-                    self._settlements.appendleft(_Settlement(fallback, result, None))
-                    continue
-                self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
-                if result is not None:
-                    self.forget(result.message)
-            else:
-                self._settlements.popleft()
-                if rows is None or (failure is not None and not rows[0] and not met_lock):
-                    self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
-                    if result is not None:
-                        self._note_lock(result.message)
-                    if rows is not None:
-                        continue  # In receive mode, the server may end the transaction of an aborted connection late.
-                elif result is not None:
-                    self._answered(result, rows[0])
-            if failure is not None:
-                self._unrecorded.pop(failure, None)
-                self._runtime.signal()  # A call may start.
+    def _recorded(self, result: Result) -> None:
+        """Let the call of a failure that is recorded start again, in receive mode."""
+        if self._unrecorded.pop(_attempt_of(result.message), None) is not None:
+            self._runtime.signal()  # A call may start.
+
+    async def _run(self, call: Bound[T]) -> list[T]:
+        return await self._runtime.run(call, "settle")
 
     async def release(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim; returns the locked ones."""
@@ -384,7 +340,8 @@ class Claims:
 
         async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
             try:
-                answers = await self._settle(_calls.release_claims(*claims_of(part)), is_locked)
+                call = _calls.release_claims(*claims_of(part))
+                answers = await self.answers_to(self._run, call, is_locked)
             except QueueNotFound:  # It was dropped with its messages.
                 answers = []
             if released := sum(answer.settled for answer in answers or ()):
@@ -392,6 +349,10 @@ class Claims:
             return answers is not None
 
         return await self.in_parts([message for message in messages if not message.is_lost], release)
+
+
+def _attempt_of(message: ClaimedMessage) -> tuple[int, int]:
+    return message.id, message.message.attempt_count
 
 
 class Extension:

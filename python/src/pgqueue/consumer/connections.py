@@ -45,17 +45,20 @@ DEFAULTS = {
 
 
 class NoConnection(psycopg.OperationalError):
-    """The user's connection function raised the cause of this."""
+    """The user's connection function raised the `cause` of this."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"no connection: {type(cause).__name__}: {cause}")
+        self.cause = cause
 
 
 # Opening
 
-_adapters: WeakKeyDictionary[AnyConnection, Adapters] = WeakKeyDictionary()  # for the consumer's statements
-
 
 class _Origin(NamedTuple):
-    """The state of a new connection: the statements that restore its session, and its attributes."""
+    """The adapters of the consumer's statements, those that restore the session of a new connection, its attributes."""
 
+    adapters: Adapters
     reset: bytes
     attributes: tuple[Any, ...]
     characteristics: tuple[Any, ...]
@@ -70,7 +73,7 @@ _characteristics = attrgetter("isolation_level", "read_only", "deferrable")
 def new_cursor(connection: Any, row_factory: Any = None) -> Any:
     """A cursor for the consumer's statements, on a connection of either kind."""
     kind: Any = OwnCursor if isinstance(connection, Connection) else AsyncOwnCursor
-    return kind(connection, _adapters[connection], row_factory)
+    return kind(connection, _origins[connection].adapters, row_factory)
 
 
 class ConnectionFactory:
@@ -100,14 +103,14 @@ class ConnectionFactory:
             if not connection.autocommit:
                 await done(connection.commit())
                 await done(connection.set_autocommit(True))
-            _adapters[connection] = self._adapters
             encoding = connection.pgconn.parameter_status(b"server_encoding")
             self.stores_all_characters = encoding in (b"UTF8", b"SQL_ASCII")
             correction = correction_statement(connection)
             self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
-            if for_handlers:
-                reset = b"" if self.proxied else await self._reset_of(connection, correction)
-                _origins[connection] = _Origin(reset, _attributes(connection), _characteristics(connection))
+            origin = _Origin(self._adapters, b"", _attributes(connection), _characteristics(connection))
+            _origins[connection] = origin
+            if for_handlers and not self.proxied:
+                _origins[connection] = origin._replace(reset=await self._reset_of(connection, correction))
         except BaseException:
             await done(connection.close())
             raise
@@ -134,7 +137,13 @@ class ConnectionFactory:
             made = self._source()
         if on_loop and inspect.isawaitable(made):
             made = await made
-        await self._refuse_pooled(made)
+        if (pool := getattr(made, "_pool", None)) is not None:  # The consumer would not return it to the pool.
+            await done(pool.putconn(made))
+            raise TypeError(
+                f"invalid conninfo: the function returned a connection of pool {pool.name!r} with max_size"
+                f" {pool.max_size}, and a consumer keeps its connections: up to four, and one for each handler in a"
+                " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
+            )
         if on_loop and isinstance(made, Connection):
             return _AdoptedConnection(made)
         if not isinstance(made, kind):
@@ -142,16 +151,6 @@ class ConnectionFactory:
             name = f"{type(made).__module__}.{type(made).__qualname__}"
             raise TypeError(f"invalid conninfo: the function returned a {name}; must return a new connection")
         return made
-
-    async def _refuse_pooled(self, made: Any) -> None:
-        """Raise `TypeError` for a connection of a pool, which the consumer would not return to the pool."""
-        if (pool := getattr(made, "_pool", None)) is not None:
-            await done(pool.putconn(made))
-            raise TypeError(
-                f"invalid conninfo: the function returned a connection of pool {pool.name!r} with max_size"
-                f" {pool.max_size}, and a consumer keeps its connections: up to four, and one for each handler in a"
-                " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
-            )
 
 
 class _AdoptedConnection(AsyncConnection[Any]):
@@ -297,7 +296,7 @@ class ConnectionPool:
         except (psycopg.Error, OSError):
             raise
         except Exception as error:  # of the user's function: it is not the fault of a message
-            raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
+            raise NoConnection(error) from error
         if self._is_closed:
             await done(connection.close())
             raise psycopg.OperationalError("connected too late: the consumer has stopped")

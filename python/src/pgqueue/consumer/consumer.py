@@ -1,7 +1,6 @@
 """The public consumers: `Consumer` runs plain functions in threads, `AsyncConsumer` runs coroutine functions."""
 
 import asyncio
-import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +14,7 @@ from psycopg import AsyncConnection, Connection
 
 from .._coroutines import run_to_end
 from .._signals import stop_signals
-from .._tasks import end_tasks, is_async, unwrapped
+from .._tasks import end_tasks
 from .delivery import ConsumerStats, Failure
 from .policy import Decision
 from .polling import Poller
@@ -31,7 +30,6 @@ AnyConnection = Connection[object] | AsyncConnection[object]
 class _Base(Settings):
     """What both consumers do. `Consumer` replaces what suspends: there the coroutines run to their end at once."""
 
-    _kind: type[Workers] = Workers
     _runtime: Runtime | None = None
     _workers: Workers | None = None
     _loop: asyncio.AbstractEventLoop | None = None
@@ -165,7 +163,7 @@ class _Base(Settings):
         """Consume on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._runtime = runtime = Runtime(self, self._stats)
-        self._workers = self._kind(self, runtime.connections)
+        self._workers = (Workers if self._is_async else ThreadWorkers)(self, runtime.connections)
         poller = Poller(runtime, self._workers)
         tasks: list[asyncio.Task[None]] = []
         self._apply()
@@ -246,7 +244,7 @@ class Consumer(_Base):
             that cannot be called with its arguments.
     """
 
-    _kind = ThreadWorkers
+    _is_async = False
 
     conninfo: str | Callable[[], Connection[object]]
     handler: Handler
@@ -255,16 +253,6 @@ class Consumer(_Base):
     middleware: Sequence[Middleware] = ()
     on_start: Callable[[], None] | None = None
     on_stop: Callable[[], None] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("handler", "conninfo", "on_failure", "on_start", "on_stop"):
-            if is_async(getattr(self, name)):
-                what = f"the {name}" if name in ("handler", "conninfo") else name
-                raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
-        for place, function in enumerate(self.middleware):
-            if is_async(function):
-                raise TypeError(f"middleware[{place}] is a coroutine function: use AsyncConsumer")
 
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
@@ -326,14 +314,6 @@ class AsyncConsumer(_Base):
     middleware: Sequence[AsyncMiddleware] = ()
     on_start: Callable[[], Awaitable[None] | None] | None = None
     on_stop: Callable[[], Awaitable[None] | None] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
-            raise TypeError("the handler is no coroutine function: use Consumer")
-        for place, function in enumerate(self.middleware):
-            if inspect.isroutine(unwrapped(function)) and not is_async(function):
-                raise TypeError(f"middleware[{place}] is no coroutine function: use Consumer")
 
     async def run(self) -> None:
         """Consume until stopped, as `Consumer.run` does, which raises the same. A cancellation is a forced stop."""

@@ -15,6 +15,7 @@ from uuid import UUID
 
 import psycopg
 
+from .._calls import Bound
 from ..message import Message
 from .connections import shut_down
 from .policy import Reject, Retry, without_record
@@ -73,6 +74,11 @@ class ClaimedMessage:
     def __post_init__(self) -> None:
         message = self.message
         self.id, self.queue_name, self.token = message.id, message.queue_name, message.claim_token
+
+    @property
+    def claim(self) -> tuple[str, int, UUID | None]:
+        """The queue, the id and the token."""
+        return self.queue_name, self.id, self.token
 
     @property
     def is_lost(self) -> bool:
@@ -328,7 +334,9 @@ EVENTS: dict[State, EventKind] = {State.ACKED: "succeeded", State.RETRIED: "retr
 class Result(NamedTuple):
     """The outcome of an attempt: the state that the message enters once the settlement has succeeded.
 
-    `next_step` says what follows a failed attempt.
+    `next_step` says what follows a failed attempt. `statement` settles the message and returns whether its claim was
+    valid, `fallback` does so if that is refused; None acknowledges the message together with others. In the state
+    RELEASED the statement only counts the attempt of a message that is in the queue again.
     """
 
     message: ClaimedMessage
@@ -336,6 +344,8 @@ class Result(NamedTuple):
     seconds: float | None = None
     error: BaseException | None = None
     next_step: str = ""
+    statement: Bound[Any] | None = None
+    fallback: Bound[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

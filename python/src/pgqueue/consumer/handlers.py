@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from .. import _calls
 from .._tasks import in_thread, within
 from .._wording import counted
 from ..errors import is_conflict, is_trouble
@@ -42,11 +41,6 @@ class ReceiveRound:
     open: int = 0  # receives whose result is not known
     received: int = 0
     failed: bool = False
-
-    @property
-    def can_start(self) -> bool:
-        """Whether another receive may start."""
-        return self.left > 0 and self.open < _MOST_OPEN_RECEIVES
 
 
 class HandlerCalls:
@@ -77,10 +71,8 @@ class HandlerCalls:
             free -= min(self.claims.calls_with_unrecorded_failures, max(1, limit - 1))
         return free
 
-    def add(self, rows: list[Any], claimed_at: float) -> None:
-        """Give claimed messages to the handler, when it is free. They were claimed not before `claimed_at`."""
-        messages = [ClaimedMessage(row) for row in rows]
-        self.claims.add(messages, claimed_at)
+    def add(self, messages: list[ClaimedMessage]) -> None:
+        """Give claimed messages to the handler, when it is free."""
         self.waiting.extend(messages)
         self.start_next()
         for part in by_queue(messages):
@@ -98,18 +90,10 @@ class HandlerCalls:
             current.left = 0
         return current
 
-    def _can_start(self) -> bool:
-        return (bool(self.waiting) or self._round.can_start) and self.free > 0 and not self._runtime.is_stopping
-
     def start_next(self) -> None:
         """Start the calls that can start."""
-        size = self._settings.batch_size or 1
-        while self._can_start():
-            if self._round.can_start:
-                self._round.left -= size
-                self._round.open += 1
-                self._start([], self._receive)
-                continue
+        size, current = self._settings.batch_size or 1, self._round
+        while (self.waiting or current.left > 0) and self.free > 0 and not self._runtime.is_stopping:
             messages: list[ClaimedMessage] = []
             while self.waiting and len(messages) < size:
                 message = self.waiting.popleft()
@@ -117,6 +101,12 @@ class HandlerCalls:
                     messages.append(message)
             if messages:
                 self._start(messages, self._handle)
+            elif current.left > 0:
+                if current.open >= _MOST_OPEN_RECEIVES:
+                    break
+                current.left -= size
+                current.open += 1
+                self._start([], self._receive)
         self._runtime.stats.prefetched = len(self.waiting)
 
     def _start(self, messages: list[ClaimedMessage], work: Callable[[HandlerCall], Awaitable[None]]) -> None:
@@ -232,7 +222,7 @@ class HandlerCalls:
         if len(late) == 1:
             left.remove(late[0])
             limit = self._settings.handler_timeout
-            self._send_failure(late[0], error, limit.total_seconds() if limit else None)
+            self.claims.send(settlement(self._runtime, late[0], error, limit.total_seconds() if limit else None))
         if left:
             self._start([self.claims.renew(message) for message in left], self._handle_each)
 
@@ -257,7 +247,9 @@ class HandlerCalls:
 
     async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
         """Call the handler without a transaction, and queue the acknowledgements."""
-        deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
+        # They get copies if the messages may have to be delivered once more, unchanged.
+        as_copy = self._settings.batch_size is not None or self._settings.on_failure is not None
+        deliveries = [message.deliver(None, as_copy) for message in messages]
         argument = self._settings.argument(deliveries)
         for message in messages:
             if refused := refusal(message.message):
@@ -274,31 +266,27 @@ class HandlerCalls:
             if message.state is not State.WORKING:  # It was lost or released.
                 continue
             if message.is_settled_by_handler:
-                self.claims.note_settled_by_handler(Result(message, State.ACKED, seconds))
+                message.become(State.SETTLING)
+                self.claims.settled(Result(message, State.ACKED, seconds))
             elif delivery.outcome is None:
-                self.claims.acknowledge(Result(message, State.ACKED, seconds))
+                self.claims.send(Result(message, State.ACKED, seconds))
             else:
                 await self._settle_failure(call, message, delivery.outcome, seconds)
         return None, seconds
 
     async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
         """Call the handler in a transaction that also acknowledges."""
-        is_first = True
-        while messages:
+        for is_first in (True, False):
             attempt: Attempt | None = await self._with_session(call, self._transactions.attempt, call, messages)
             if attempt is None:
                 break
-            lost = attempt.lost
-            if attempt.kind == "undone" and is_first:
-                # The message need not be the cause of the broken connection, the first time. Its transaction was
-                # rolled back, or it was committed and the message is not there any more.
-                is_first = False
-                lost = await self._with_session(call, self._transactions.extend, messages) or ()
-            elif attempt.kind != "lost":
-                for result in attempt.results:
-                    self.claims.settled(result)
+            for result in attempt.results:
+                self.claims.settled(result)
+            if not (attempt.is_undone and is_first):
                 return attempt.error, attempt.seconds
-            for message in lost:
+            # The message need not be the cause of the broken connection, the first time. Its transaction was rolled
+            # back, or it was committed and the message is not there any more.
+            for message in await self._with_session(call, self._transactions.extend, messages) or ():
                 self.claims.lose(message)
             messages = [message for message in messages if not message.is_lost]
         return None, None
@@ -310,17 +298,11 @@ class HandlerCalls:
         if message.is_void:
             return
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
-            self._send_failure(message, error, seconds)
+            self.claims.send(settlement(self._runtime, message, error, seconds))
             return
         result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
         if result is not None and not call.is_cancelled:
             self.claims.settled(result)
-
-    def _send_failure(self, message: ClaimedMessage, error: BaseException, seconds: float | None) -> None:
-        """Settle a message without a policy."""
-        state, statement, next_step = settlement(self._runtime, message, error)
-        fallback = _calls.nack(message.queue_name, message.id, message.token, None, None, None)
-        self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
 
     async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do work that gets a session as its last argument, with another connection if one breaks."""
@@ -361,7 +343,7 @@ class HandlerCalls:
             self._runtime.succeeded("work")
             for result in attempt.results:
                 self.claims.settled(result)
-            if attempt.kind == "undone":
+            if attempt.is_undone:
                 self._record_failures(call, call.messages, attempt.error)
         finally:
             if call.received is not None:
@@ -384,9 +366,9 @@ class HandlerCalls:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
-            statement, next_step = failure_record(self._runtime, message, fault)
-            self._runtime.report_failure(message, fault, next_step)
-            self.claims.record_failure(message, statement, call)
+            result = failure_record(self._runtime, message, fault)
+            self._runtime.report_failure(result)
+            self.claims.record_failure(result, call)
 
     # The end
 

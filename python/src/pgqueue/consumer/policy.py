@@ -271,23 +271,16 @@ def failure_headers(message: Message, error: BaseException, consumer: str, dies:
     }
     headers: dict[str, Any] = {FAILURES: [*failures_of(message), entry][-_MOST_FAILURES:]}
     if dies:
-        headers |= dead_letter_headers(message.queue_name, message.attempt_count, cause, failed_at)
+        headers |= {
+            "pgqueue.failed_queue": message.queue_name,
+            "pgqueue.exception_type": type_name(cause),
+            "pgqueue.exception_message": text_of(cause),
+            "pgqueue.stack_trace": stack_of(cause),
+            "pgqueue.failed_at": failed_at,
+            "pgqueue.attempts": message.attempt_count,
+        }
     own = without_record(message).headers
     return _fitted(headers, _HEADERS_BYTES - 64 - (_size(own) if isinstance(own, dict) else 0))
-
-
-def dead_letter_headers(
-    queue_name: str, attempt: int, error: BaseException, failed_at: str | None = None
-) -> dict[str, Any]:
-    """The headers of a dead letter: its queue, the exception, the time and the number of attempts."""
-    return {
-        "pgqueue.failed_queue": queue_name,
-        "pgqueue.exception_type": type_name(error),
-        "pgqueue.exception_message": text_of(error),
-        "pgqueue.stack_trace": stack_of(error),
-        "pgqueue.failed_at": failed_at or datetime.now(UTC).isoformat(),
-        "pgqueue.attempts": attempt,
-    }
 
 
 def _size(headers: Mapping[str, Any]) -> int:

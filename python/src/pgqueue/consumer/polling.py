@@ -9,6 +9,7 @@ import uuid
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -38,6 +39,7 @@ class Poller:
         self._workers = workers
         self._calls = HandlerCalls(runtime, workers)
         self._claims = self._calls.claims
+        self._tasks: list[asyncio.Task[None]] = []
         self._delay = settings.peek_delay.total_seconds()
         # Moments of the monotonic clock.
         self._looked_at = time.monotonic()
@@ -55,42 +57,25 @@ class Poller:
         `found` is done as soon as the queue was found.
         """
         runtime = self._runtime
-        tasks: list[asyncio.Task[None]] = []
+        self._tasks.append(runtime.keep_running("polling", partial(self._poll, found)))
         try:
-            await self._find_queues()
-            if runtime.error is not None:
-                raise runtime.error
-            if runtime.is_stopping:
-                return
-            runtime.log(logging.INFO, f"consumes in {self._settings.describe()}")
-            if self._settings.listen and runtime.connections.proxied:
-                # A session of the pooler would go on listening, for other clients.
-                runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")
-            elif self._settings.listen:
-                tasks.append(runtime.keep_running("listening", self._listen))
-            tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
-            if self._settings.mode == "lease":
-                tasks.append(runtime.keep_running("extending", self._claims.keep_extended))
-            tasks.append(runtime.keep_running("watching", self._calls.watch))
-            tasks.append(runtime.keep_running("polling", self._poll))
-            found.set_result(None)
             await runtime.wait_until(lambda: runtime.is_stopping)
-            await self._end(tasks[-1])
+            await self._end(found)
             if runtime.error is not None:
                 raise runtime.error
         except asyncio.CancelledError:
             runtime.stops = 2
-            if tasks:
-                await self._end(tasks[-1])
+            await self._end(found)
             raise
         finally:
             self._calls.detach_running_calls()
-            await end_tasks(tasks)
+            await end_tasks(self._tasks)
 
-    async def _end(self, polling: asyncio.Task[None]) -> None:
-        runtime, claims = self._runtime, self._claims
-        # The polling ends by itself, unless it waits for a server that does not answer.
-        await asyncio.wait([polling], timeout=timings.forced_poll_end if runtime.is_forced else timings.poll_end)
+    async def _end(self, found: "Future[None]") -> None:
+        runtime, claims, polling = self._runtime, self._claims, self._tasks[0]
+        if found.done():
+            # The polling ends by itself, unless it waits for a server that does not answer.
+            await asyncio.wait([polling], timeout=timings.forced_poll_end if runtime.is_forced else timings.poll_end)
         await end_tasks([polling])
         messages = list(self._calls.waiting)
         self._calls.waiting.clear()
@@ -148,34 +133,42 @@ class Poller:
             listener.remove(heard.set)
         return True
 
-    async def _find_queues(self) -> None:
-        """Read the settings of the queues for the first time. A stop ends this: a server can be slow to answer."""
-        looking = asyncio.create_task(self._look_when_reachable())
-        looking.add_done_callback(lambda _: self._runtime.signal())
-        try:
-            await self._runtime.wait_until(lambda: looking.done() or self._runtime.is_stopping)
-        finally:
-            await end_tasks([looking])
-        if not looking.cancelled():
-            try:
-                looking.result()
-            except NoConnection as error:
-                raise error.__cause__ or error from None
+    async def _begin(self) -> bool:
+        """Read the settings of the queues for the first time, and start what runs beside the polling.
 
-    async def _look_when_reachable(self) -> None:
-        while True:
+        Returns False if the consumer ends instead.
+        """
+        runtime, settings, tasks = self._runtime, self._settings, self._tasks
+        while not runtime.is_stopping:
             try:
-                return await self._look_at_queues(is_first=True)
-            except NoConnection:
-                raise  # a fault of the user's function
+                await self._look_at_queues(is_first=True)
+                break
             except (psycopg.Error, OSError) as error:
-                if not is_trouble(error):
-                    raise
-                self._runtime.failed("connection", error)
-            await self._runtime.pause_after_failure()
+                if isinstance(error, NoConnection) or not is_trouble(error):
+                    runtime.stop_with(error.cause if isinstance(error, NoConnection) else error)
+                else:
+                    runtime.failed("connection", error)
+            await runtime.pause_after_failure()
+        if runtime.is_stopping:
+            return False
+        runtime.log(logging.INFO, f"consumes in {settings.describe()}")
+        if settings.listen and runtime.connections.proxied:
+            # A session of the pooler would go on listening, for other clients.
+            runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")
+        elif settings.listen:
+            tasks.append(runtime.keep_running("listening", self._listen))
+        tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
+        if settings.mode == "lease":
+            tasks.append(runtime.keep_running("extending", self._claims.keep_extended))
+        tasks.append(runtime.keep_running("watching", self._calls.watch))
+        return True
 
-    async def _poll(self) -> None:
+    async def _poll(self, found: "Future[None]") -> None:
         runtime = self._runtime
+        if not found.done():
+            if not await self._begin():
+                return
+            found.set_result(None)
         take = self._claim if self._settings.mode == "lease" else self._receive
         try:
             while not runtime.is_stopping:
@@ -245,11 +238,10 @@ class Poller:
 
     async def _claim(self, free_slots: int) -> tuple[int, bool]:
         """Claim messages. Returns how many, and whether there may be more."""
-        now = time.monotonic()
-        rows, has_more = await self._claims.claim(min(free_slots, MOST_MESSAGES))
-        self._runtime.report_receive(len(rows), self._ready > 0)
-        self._calls.add(rows, now)
-        return len(rows), has_more
+        messages, has_more = await self._claims.claim(min(free_slots, MOST_MESSAGES))
+        self._runtime.report_receive(len(messages), self._ready > 0)
+        self._calls.add(messages)
+        return len(messages), has_more
 
     async def _receive(self, free_slots: int) -> tuple[int, bool]:
         """Receive messages that a peek has counted. Returns how many, and whether there may be more.

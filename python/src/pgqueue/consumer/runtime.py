@@ -57,7 +57,8 @@ class CircuitBreaker:
         self._failing[kind] = since, failures + 1
         if self.state == "closed":
             self._become("armed")
-        self.check()
+        if self.state == "armed" and self._clock() - min(since for since, _ in self._failing.values()) >= self.after:
+            self._become("open")
         longest = (
             timings.open_pause
             if self.state == "open"
@@ -69,11 +70,6 @@ class CircuitBreaker:
         """Count a success: this kind of work does not fail any more."""
         if self._failing.pop(kind, None) is not None and not self._failing:
             self._become("closed")
-
-    def check(self) -> None:
-        """Open the circuit if it has been armed for long enough."""
-        if self.state == "armed" and self._clock() - min(since for since, _ in self._failing.values()) >= self.after:
-            self._become("open")
 
     def failing_for(self, kind: str) -> float:
         """For how many seconds a kind of work has failed."""
@@ -292,16 +288,18 @@ class Runtime:
 
     def report_result(self, result: Result) -> None:
         """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
-        if result.error is not None:
-            self.report_failure(result.message, result.error, result.next_step)
-        self._tell(EVENTS[result.state], result.message, result)
+        self.report_failure(result)
+        self.tell(EVENTS[result.state], result.message, result)
 
-    def report_failure(self, message: ClaimedMessage, error: BaseException, next_step: str) -> None:
-        """Count and log a failed attempt.
+    def report_failure(self, result: Result) -> None:
+        """Count and log an attempt if it has failed.
 
         What a handler decides by `Retry` or `Reject` is an ordinary outcome. While a database is unreachable every
         attempt fails, so the traceback of such an error is only for debugging.
         """
+        message, error, next_step = result.message, result.error, result.next_step
+        if error is None:
+            return
         self.stats.failed += 1
         cause, attempt = database_error(cause_of(error)), message.message.attempt_count
         if isinstance(error, (Retry, Reject)) and not isinstance(error, Unreadable):
@@ -313,17 +311,13 @@ class Runtime:
         text = f"message {message.id} failed on attempt {attempt}: {reason}; {next_step}"
         self.log_about(message, logging.WARNING, text, error if has_trace else None)
 
-    def report_loss(self, message: ClaimedMessage) -> None:
-        """Count and tell a lost claim."""
-        self.log_about(message, logging.WARNING, f"the claim of message {message.id} was lost")
-        self._tell("lost", message)
-
     def log_about(self, message: ClaimedMessage, level: int, text: str, error: BaseException | None = None) -> None:
         """Log a text about a message."""
         about = {"queue": message.queue_name, "message_id": message.id, "attempt": message.message.attempt_count}
         self.log(level, text, error, **about)
 
-    def _tell(self, kind: EventKind, message: ClaimedMessage, result: Result | None = None) -> None:
+    def tell(self, kind: EventKind, message: ClaimedMessage, result: Result | None = None) -> None:
+        """Count and tell what happened to a message."""
         about: dict[str, Any] = {"message_id": message.id, "attempt": message.message.attempt_count}
         if result is not None:
             about |= {"seconds": result.seconds, "detail": result.error and type(result.error).__name__}

@@ -30,15 +30,18 @@ AsyncMiddleware = (
 
 MOST_MESSAGES = 10_000  # of one claim or peek
 _MOST_QUEUES = 100  # of one claim
-_CALLBACKS = {  # the number of arguments of each
+_FUNCTIONS = {  # the number of arguments of each; middleware have two
+    "conninfo": 0,
+    "handler": 1,
     "on_failure": 1,
+    "on_start": 0,
+    "on_stop": 0,
     "on_critical": 2,
     "on_circuit": 1,
     "observe": 1,
     "json_loads": 1,
-    "on_start": 0,
-    "on_stop": 0,
 }
+_MAY_BE_ASYNC = ("conninfo", "handler", "on_failure", "on_start", "on_stop")  # in an AsyncConsumer
 _NOT_NEGATIVE = timedelta(0), timedelta.max, "not be negative"
 _DURATIONS = {  # the least, the most, and how an error says it
     "peek_delay": (timedelta(milliseconds=100), timedelta.max, "be at least 100 ms; 100 ms to 10 s are recommended"),
@@ -79,6 +82,8 @@ class Settings:
     The handler and the observer can be replaced while the consumer does not run, and the concurrency at any time.
     """
 
+    _is_async = True  # whether handlers are coroutine functions
+
     conninfo: str | Callable[[], Any]
     queue_name: str
     handler: Callable[[Any], Any]
@@ -111,8 +116,6 @@ class Settings:
     slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
-        if not isinstance(self.conninfo, str) and not callable(self.conninfo):
-            raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
         if isinstance(self.conninfo, str):
             try:
                 conninfo_to_dict(self.conninfo)
@@ -121,21 +124,10 @@ class Settings:
                 if "+" in self.conninfo.partition("://")[0]:
                     error += "; omit the driver of SQLAlchemy: postgresql://"
                 raise ValueError(error) from None
-        else:
-            _check_callable("conninfo", self.conninfo, 0)
-        _check_callable("handler", self.handler, 1)
-        function = unwrapped(self.handler)
-        for made in (function, type(function).__call__):
-            if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
-                raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-        for name, arguments in _CALLBACKS.items():
-            if (callback := getattr(self, name)) is not None:
-                _check_callable(name, callback, arguments)
-                if name not in ("on_failure", "on_start", "on_stop") and is_async(callback):
-                    raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
+        elif not callable(self.conninfo):
+            raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
         self.middleware = tuple(many("middleware", self.middleware))
-        for place, function in enumerate(self.middleware):
-            _check_callable(f"middleware[{place}]", function, 2)
+        self._check_functions()
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
         if self.retries is not None and not isinstance(self.retries, Retries):
@@ -162,6 +154,26 @@ class Settings:
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
 
+    def _check_functions(self) -> None:
+        functions = {name: (getattr(self, name), arguments) for name, arguments in _FUNCTIONS.items()}
+        functions |= {f"middleware[{place}]": (one, 2) for place, one in enumerate(self.middleware)}
+        for name, (function, arguments) in functions.items():
+            if isinstance(function, str if name == "conninfo" else type(None)) and name != "handler":
+                continue
+            _check_callable(name, function, arguments)
+            is_inner = name == "handler" or name.startswith("middleware")
+            if not is_async(function):
+                if self._is_async and is_inner and inspect.isroutine(unwrapped(function)):
+                    raise TypeError(f"{name} is no coroutine function: use Consumer")
+            elif not is_inner and name not in _MAY_BE_ASYNC:
+                raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
+            elif not self._is_async:
+                raise TypeError(f"{name} is a coroutine function: use AsyncConsumer")
+        function = unwrapped(self.handler)
+        for made in (function, type(function).__call__):
+            if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
+                raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
+
     def describe(self) -> str:
         """The mode, the concurrency and further queues, for the log."""
         mode = f"mode {self.mode}{', transactional' * (self.transactional and self.mode == 'lease')}"
@@ -182,11 +194,6 @@ class Settings:
     def in_transaction(self) -> bool:
         """Whether the handler works in a transaction that the consumer begins and ends."""
         return self.transactional or self.mode == "receive"
-
-    @property
-    def delivers_copies(self) -> bool:
-        """Whether a message may have to be delivered unchanged once more, after a handler had it."""
-        return self.in_transaction or self.batch_size is not None or self.on_failure is not None
 
     def argument(self, deliveries: list[Any]) -> Any:
         """The argument of the handler: a delivery, or a new list that the handler may change."""

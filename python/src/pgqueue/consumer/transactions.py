@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -37,32 +37,35 @@ _PRIVILEGE_HINT = (
 
 
 def settlement(
-    runtime: Runtime, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
-) -> tuple[State, Bound[Any], str]:
-    """The outcome of a failed attempt, by the answer of a policy or without one, the statement that settles it, and
-    what follows.
-    """
-    claim = claimed.queue_name, claimed.id, claimed.token
+    runtime: Runtime,
+    claimed: ClaimedMessage,
+    error: BaseException,
+    seconds: float | None = None,
+    answer: Decision | None = None,
+) -> Result:
+    """The outcome of a failed attempt, by the answer of a policy or without one."""
+    claim = claimed.claim
     decision = policy.decide(error, answer, claimed.message.attempt_count, runtime.settings.retries)
     if isinstance(decision, Handled):
-        return State.ACKED, _calls.ack(*claim), "the policy has handled it"
+        return Result(claimed, State.ACKED, seconds, error, "the policy has handled it", _calls.ack(*claim))
     dies = isinstance(decision, Reject) or claimed.is_last_attempt
     record = _record(runtime, claimed, error, decision, dies)
     if isinstance(decision, Retry):
         statement = _calls.nack(*claim, decision.after, *record)
     else:
         statement = _calls.reject(*claim, *record, "attempts_exhausted" if isinstance(decision, Exhausted) else None)
-    return State.DEAD if dies else State.RETRIED, statement, policy.describe_next_step(decision, dies)
+    state, next_step = State.DEAD if dies else State.RETRIED, policy.describe_next_step(decision, dies)
+    return Result(claimed, state, seconds, error, next_step, statement, _calls.nack(*claim, None, None, None))
 
 
-def failure_record(runtime: Runtime, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
-    """The statement that counts an attempt whose transaction was rolled back, and what follows."""
+def failure_record(runtime: Runtime, claimed: ClaimedMessage, error: BaseException) -> Result:
+    """The outcome of an attempt whose transaction was rolled back: its statement counts the attempt."""
     attempt, dies = claimed.message.attempt_count, claimed.is_last_attempt
     decision = policy.decide(error, None, attempt, runtime.settings.retries)
     after = decision.after if isinstance(decision, Retry) else None
     record = _record(runtime, claimed, error, decision, dies)
     statement = _calls.record_failure(claimed.queue_name, claimed.id, attempt, after, *record)
-    return statement, policy.describe_next_step(decision, dies)
+    return Result(claimed, State.RELEASED, None, error, policy.describe_next_step(decision, dies), statement)
 
 
 def _record(
@@ -83,17 +86,15 @@ def _record(
 class Attempt(NamedTuple):
     """How a transaction with a call of the handler ended.
 
-    done: the transaction was committed, and messages are settled as the results say. failed: nothing was settled,
-    because of `error`. lost: nothing was settled, because of a forced stop, or because the claims of all messages or of
-    `lost` messages were lost. undone: the transaction was rolled back because its connection broke; in receive mode
-    this also undoes the claim.
+    Messages are settled as the results say, unless there is an error. Without both the work is void: after a forced
+    stop, or where all claims were lost. `is_undone`: the transaction was rolled back because its connection broke; in
+    receive mode this also undoes the claim.
     """
 
-    kind: Literal["done", "failed", "lost", "undone"]
     results: Sequence[Result] = ()
     error: BaseException | None = None
     seconds: float | None = None
-    lost: Sequence[ClaimedMessage] = ()
+    is_undone: bool = False
 
 
 class Transactions:
@@ -108,44 +109,45 @@ class Transactions:
 
     async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
         """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
-        conflicts = 0
-        while not call.is_cancelled:  # Connecting may have taken long.
+        conflicts, lost = 0, list[Result]()
+        while messages and not call.is_cancelled:  # Connecting may have taken long.
             await session.command(begin_statement(session.connection))
             results, error, seconds = await self._work(call, messages, session, _calls.COMMIT)
             if results:
-                return Attempt("done", results)
+                return Attempt([*lost, *results])
             await _roll_back(session)
             if isinstance(error, _ClaimLost):
-                if lost := await self.extend(messages, session):
-                    return Attempt("lost", lost=lost)
+                if gone := await self.extend(messages, session):  # The others are handled once more.
+                    lost += [Result(message, State.LOST) for message in gone]
+                    messages = [message for message in messages if message not in gone]
+                    continue
                 error = error.__cause__ or error
             if error is None:
-                return Attempt("lost")
-            if is_trouble(database_error(error)) and is_broken(session.connection):
-                return Attempt("undone", error=error, seconds=seconds)
-            if not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
-                return Attempt("failed", error=error, seconds=seconds)
+                break
+            is_undone = is_trouble(database_error(error)) and is_broken(session.connection)
+            if is_undone or not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
+                return Attempt(lost, error, seconds, is_undone)
             conflicts += 1
             await _pause_after_conflict(conflicts, session)
-        return Attempt("lost")
+        return Attempt(lost)
 
     async def receive(self, call: HandlerCall, session: Session) -> Attempt:
         """Claim, call the handler and settle in one transaction."""
         connection = session.connection
-        conflicts = 0
-        while True:
+        for conflicts in range(1, _MOST_CONFLICTS + 7):
             try:
-                attempt = await self._receive(call, session, conflicts < _MOST_CONFLICTS)
+                return await self._receive(call, session, conflicts <= _MOST_CONFLICTS)
             except Exception as fault:
                 # The transaction has ended or cannot go on.
                 await _roll_back(session)
                 if call.is_cancelled:
-                    return Attempt("lost")
+                    return Attempt()
                 if isinstance(fault, InvalidSqlStatementName) and not call.messages:
                     self._prepared.discard(connection)  # A handler has deallocated the claim.
                 elif not is_conflict(fault):
                     if call.messages:
-                        return Attempt("undone", error=fault.__cause__ if isinstance(fault, _RolledBack) else fault)
+                        cause = fault.__cause__ if isinstance(fault, _RolledBack) else fault
+                        return Attempt(error=cause, is_undone=True)
                     if not isinstance(fault, QueueNotFound):
                         # A setting that a handler has left, such as a role, must not make other claims fail.
                         connection.pgconn.finish()
@@ -153,19 +155,13 @@ class Transactions:
                         raise
                     name = type(fault).__name__
                     raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
-            else:
-                if attempt is not None:
-                    return attempt
-                await _roll_back(session)
-            conflicts += 1
-            if conflicts > _MOST_CONFLICTS + 5:
-                return Attempt("lost")
             await _pause_after_conflict(conflicts, session)
             _set_states(call.messages, State.RELEASED)
             call.take([])
+        return Attempt()
 
-    async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt | None:
-        """The same once; None after a conflict, if `again`."""
+    async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt:
+        """The same once. Raises a conflict of the handler if `again`; otherwise it is a failed attempt."""
         rows = await session.execute(self._claim(session.connection))
         messages = [ClaimedMessage(row) for row in rows]
         call.take(messages)
@@ -175,12 +171,12 @@ class Transactions:
             received, call.received = call.received, None
             self._workers.call_soon(received, len(rows))
         if not rows:
-            return Attempt("done")
+            return Attempt()
         results: list[Result] = []
         if not call.is_cancelled:
             results, error, seconds = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
             if results:
-                return Attempt("done", results)
+                return Attempt(results)
             for message in messages:
                 if len(messages) > 1 and not call.is_cancelled:
                     # The handler gets each message by itself, so that only the one that caused the error fails.
@@ -189,14 +185,14 @@ class Transactions:
                     one, error, seconds = await self._work_from_savepoint(call, [message], session, end)
                     results += one
                 if is_conflict(error) and again:
-                    return None
+                    raise _RolledBack from error
                 if error is not None and not call.is_cancelled:
                     results.append(await self.fail(call, message, error, seconds, session))
         if call.is_cancelled:
             await _roll_back(session)
-            return Attempt("lost")
+            return Attempt()
         await session.command(_calls.COMMIT)
-        return Attempt("done", results)
+        return Attempt(results)
 
     def _claim(self, connection: Any) -> Bound[Any]:
         """The statements that begin the transaction, claim and set a savepoint; prepared if that is allowed."""
@@ -291,8 +287,9 @@ class Transactions:
                 message.try_become(State.WORKING)
                 await session.execute(undo)
                 return Result(message, State.LOST)
-            state, statement, next_step = settlement(self._runtime, message, error, answer)
-            (kept,) = await session.execute(statement)
+            result = settlement(self._runtime, message, error, seconds, answer)
+            assert result.statement is not None  # noqa: S101 - for mypy
+            (kept,) = await session.execute(result.statement)
             if kept:
                 await session.command(commit)
             else:
@@ -300,25 +297,23 @@ class Transactions:
         except Exception:
             message.try_become(State.WORKING)
             raise
-        return Result(message, state if kept else State.LOST, seconds, error, next_step)
+        return result if kept else Result(message, State.LOST)
 
     async def _settle(
         self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
     ) -> list[Result]:
         """Acknowledge the messages, or settle them as they are marked, and execute `end`. Raises `_ClaimLost`."""
-        results: list[Result] = []
-        statements: dict[int, Bound[Any]] = {}
-        for message, delivery in zip(messages, deliveries, strict=True):
-            state, error, next_step = State.ACKED, delivery.outcome, ""
-            if error is not None:
-                state, statements[message.id], next_step = settlement(self._runtime, message, error)
-            results.append(Result(message, state, seconds, error, next_step))
-        if statements or len({message.token for message in messages}) > 1:
+        results = [
+            Result(message, State.ACKED, seconds)
+            if delivery.outcome is None
+            else settlement(self._runtime, message, delivery.outcome, seconds)
+            for message, delivery in zip(messages, deliveries, strict=True)
+        ]
+        if any(result.statement for result in results) or len({message.token for message in messages}) > 1:
             # One by one, by id: heartbeats lock messages in this order.
-            for message in sorted(messages, key=lambda message: message.id):
-                acknowledge = _calls.ack(message.queue_name, message.id, message.token)
-                kept = await session.execute(statements.get(message.id, acknowledge))
-                if not kept[0]:
+            for result in sorted(results, key=lambda result: result.message.id):
+                (kept,) = await session.execute(result.statement or _calls.ack(*result.message.claim))
+                if not kept:
                     raise _ClaimLost
             await session.command(end)
             return results

@@ -151,7 +151,8 @@ class Workers:
                 value = await value
             if task is not None and task.cancelling():
                 await asyncio.sleep(0)  # raises CancelledError: the function returned after its task was cancelled
-            answer = _answered(value)
+            _check(value)
+            answer = Answer(value)
         except BaseException as error:  # also SystemExit, which would end only a thread
             if task is not None and task.cancelling():
                 if isinstance(error, asyncio.CancelledError) and not call.counts():
@@ -169,17 +170,11 @@ class Workers:
 
     async def call_hook(self, hook: Callable[[], Any] | None) -> None:
         """Call `on_start` or `on_stop`, if there is one, where handlers run. Raises what it raises."""
-        if hook is None:
-            return
-        task = asyncio.current_task() if self.is_async else None
-        self._calling.add(task)
-        try:
-            value = hook()
-            if self.is_async and hasattr(value, "__await__"):
-                value = await value
-            _check(value)
-        finally:
-            self._calling.discard(task)
+        if hook is not None:
+            # No outcome counts, so that a cancellation is raised.
+            answer = await self.call(HandlerCall(False, is_cancelled=True), lambda _: hook(), None)
+            if answer.error is not None:
+                raise answer.error
 
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call with a session of its own. Raises what the work raises."""
@@ -219,7 +214,6 @@ class ThreadWorkers(Workers):
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle_threads = 0
-        self._posted: list[Callable[[], None]] = []  # calls for the event loop to make
         self._threads = {threading.current_thread()}  # with that of the event loop
         self._is_closed = False
 
@@ -236,11 +230,6 @@ class ThreadWorkers(Workers):
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call in a thread with a session of its own. Raises what the work raises."""
         return await self._submit(partial(super().run, work, call))
-
-    async def call_hook(self, hook: Callable[[], Any] | None) -> None:
-        """Call `on_start` or `on_stop` in a thread."""
-        if hook is not None:
-            await self._submit(partial(super().call_hook, hook))
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
         """Run work that never suspends in a thread."""
@@ -279,19 +268,9 @@ class ThreadWorkers(Workers):
                 return
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, from a thread. Calls that it has not made yet need no other wake-up."""
-        with self._lock:
-            self._posted.append(partial(function, *arguments))
-            is_awake = len(self._posted) > 1
-        if not is_awake:
-            with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
-                self._loop.call_soon_threadsafe(self._call_posted)
-
-    def _call_posted(self) -> None:
-        with self._lock:
-            posted, self._posted = self._posted, []
-        for call in posted:
-            self._loop.call_soon(call)
+        """Call a function on the event loop, from a thread."""
+        with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_called_by_handler(self) -> bool:
         """Whether the caller is a handler, a callback, or a signal handler that interrupts the event loop."""
@@ -316,22 +295,13 @@ def _settle(future: "asyncio.Future[Any]", answer: Answer) -> None:
         future.set_exception(answer.error)
 
 
-def _answered(value: Any) -> Answer:
-    """What a function returned; an error if that is a coroutine or generator that has not run."""
-    if value is None:  # The checks below cost more than the call.
-        return Answer()
-    if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
-        if inspect.iscoroutine(value) or inspect.isgenerator(value):
-            value.close()
-        kind = type(value).__name__
-        return Answer(error=TypeError(f"the function returned an object of type {kind}, which was not run"))
-    return Answer(value)
-
-
 def _check(value: Any) -> None:
     """Raise `TypeError` for what a function returned, if that is a coroutine or generator that has not run."""
-    if (error := _answered(value).error) is not None:
-        raise error
+    # For None, the checks would cost more than the call.
+    if value is not None and (inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value)):
+        if inspect.iscoroutine(value) or inspect.isgenerator(value):
+            value.close()
+        raise TypeError(f"the function returned an object of type {type(value).__name__}, which was not run")
 
 
 def _exit_child(error: BaseException | None) -> NoReturn:
