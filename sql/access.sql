@@ -1,7 +1,6 @@
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
--- all queues, access_<hash> for a queue or a pattern, and rights_<hash> for all that a queue has of these two.
--- PostgreSQL checks the privileges, follows the membership of roles, and dumps them. The checks of the domains in
--- types.sql are made here.
+-- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of roles,
+-- and dumps them. The checks of the domains in types.sql are made here.
 
 create or replace function pgqueue._is_name(name text)
 returns boolean
@@ -30,14 +29,6 @@ language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 comment on function pgqueue._access_view(text) is
 'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
-
-create or replace function pgqueue._rights_view(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select replace(pgqueue._access_view(queue_name), 'pgqueue.access_', 'pgqueue.rights_') $$;
-comment on function pgqueue._rights_view(text) is
-'The name of the view whose privileges are the access that roles have to a queue by its name and by patterns. The view
-may be missing, or lack privileges: then the views of access are checked.';
 
 create or replace function pgqueue._may_use(caller name, queue_name text, privileges text)
 returns boolean
@@ -89,8 +80,8 @@ begin
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains, if the view of rights does not decide: checks the views of access, and raises PQ001 as
-for a queue that does not exist or, if the queue would be created, 42501.';
+'For the checks of the domains: raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501,
+unless the caller may use the queue.';
 
 create or replace function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -105,19 +96,6 @@ end;
 $$;
 comment on function pgqueue._require_admin_of_all(name, text) is
 'Raises 42501 unless the role has admin access to all queues.';
-
-create or replace function pgqueue._functions_of_checks()
-returns regprocedure[]
-language sql stable
-as $$
-    select array_agg(p.oid::regprocedure)
-    from pg_catalog.pg_proc p
-    where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
-        '_raise_queue_not_found')
-$$;
-comment on function pgqueue._functions_of_checks() is
-'The private functions that the checks of the domains call: each role with access may execute them.';
 
 do $$
 declare
@@ -140,14 +118,20 @@ begin
         ) as c (name, accesses)
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
-        -- The look at the view of rights is written out because a call of a function would double its cost. to_regclass
-        -- truncates the name of the view as _access_view does.
+        -- The looks at the views of the queue and of the shortest patterns are written out, because a call of a function
+        -- costs several of them. to_regclass truncates the name of the view as _access_view does.
         execute format(
             'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
-            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or has_table_privilege(to_regclass('
-            'textcat(''pgqueue.rights_'', encode(sha256(convert_to(value, ''UTF8'')), ''hex''))), %2$L)'
-            ' or pgqueue._may_or_raise(value, %2$L, %L))',
-            d.name, d.privileges, d.creating);
+            'has_table_privilege(''pgqueue.access_any''::regclass, %2$L)%3$s or pgqueue._may_or_raise(value, %2$L, %4$L))',
+            d.name, d.privileges, (
+                select string_agg(format(
+                    ' or has_table_privilege(to_regclass(textcat(''pgqueue.access_'','
+                    ' encode(sha256(convert_to(%s, ''UTF8'')), ''hex''))), %L)', n.name, d.privileges), '' order by n.place)
+                from unnest(array[
+                    'value', 'textcat(substring(value, ''^[^-_]*[-_]''), ''*'')',
+                    'textcat(substring(value, ''^[^-_]*[-_][^-_]*[-_]''), ''*'')'
+                ]) with ordinality as n (name, place)
+            ), d.creating);
         execute format('revoke usage on domain pgqueue.%I from public', d.name);
     end loop;
     revoke usage on domain pgqueue.caller from public;

@@ -1,109 +1,66 @@
--- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
--- privileges on the views access_* of access.sql are the only record of the access of a role; those on the views
--- rights_* follow from them.
+-- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The privileges
+-- on the views access_* of access.sql are the only record of the access of a role.
 
 create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
 language sql immutable
 as $$
-    values
-    ('enqueue', '{producer}'::text[]),
-    ('enqueue_batch', '{producer}'::text[]),
-    ('sink_stage', '{producer}'::text[]),
-    ('sink_commit', '{producer}'::text[]),
-    ('sink_abort', '{producer}'::text[]),
-    ('publish', '{producer}'::text[]),
-    ('subscribe', '{consumer,admin}'::text[]),
-    ('unsubscribe', '{consumer,admin}'::text[]),
-    ('list_subscriptions', '{consumer,admin}'::text[]),
-    ('cancel', '{producer,admin}'::text[]),
-    ('cancel_by_key', '{producer,admin}'::text[]),
-    ('reschedule', '{producer,admin}'::text[]),
-    ('create_schedule', '{admin}'::text[]),
-    ('alter_schedule', '{admin}'::text[]),
-    ('drop_schedule', '{admin}'::text[]),
-    ('run_schedule', '{producer,admin}'::text[]),
-    ('create_result', '{producer}'::text[]),
-    ('update_result', '{consumer}'::text[]),
-    ('get_result', '{producer,consumer,admin,reader}'::text[]),
-    ('purge_results', '{admin}'::text[]),
-    ('list_schedules', '{consumer,admin,reader}'::text[]),
-    ('claim', '{consumer}'::text[]),
-    ('claim_any', '{consumer}'::text[]),
-    ('ack', '{consumer}'::text[]),
-    ('ack_batch', '{consumer}'::text[]),
-    ('ack_claims', '{consumer}'::text[]),
-    ('exchange', '{consumer}'::text[]),
-    ('nack', '{consumer}'::text[]),
-    ('nack_claims', '{consumer}'::text[]),
-    ('reject', '{consumer}'::text[]),
-    ('record_failure', '{consumer}'::text[]),
-    ('release', '{consumer}'::text[]),
-    ('release_claims', '{consumer}'::text[]),
-    ('extend', '{consumer}'::text[]),
-    ('extend_batch', '{consumer}'::text[]),
-    ('extend_claims', '{consumer}'::text[]),
-    ('receive', '{consumer}'::text[]),
-    ('stream_open', '{consumer}'::text[]),
-    ('stream_claim', '{consumer}'::text[]),
-    ('stream_begin', '{consumer}'::text[]),
-    ('stream_read', '{consumer}'::text[]),
-    ('stream_extend', '{consumer}'::text[]),
-    ('stream_ack', '{consumer}'::text[]),
-    ('stream_skip', '{consumer,admin}'::text[]),
-    ('list_streams', '{consumer,admin,reader}'::text[]),
-    ('drop_stream', '{admin}'::text[]),
-    ('prepare_wait', '{consumer}'::text[]),
-    ('browse', '{consumer,admin,reader}'::text[]),
-    ('browse_dead_messages', '{admin,reader}'::text[]),
-    ('browse_archived_messages', '{consumer,admin,reader}'::text[]),
-    ('maintain_archive', '{admin}'::text[]),
-    ('create_queue', '{admin}'::text[]),
-    ('alter_queue', '{admin}'::text[]),
-    ('drop_queue', '{admin}'::text[]),
-    ('drop_idle_queues', '{admin}'::text[]),
-    ('pause_queue', '{admin}'::text[]),
-    ('resume_queue', '{admin}'::text[]),
-    ('purge_queue', '{admin}'::text[]),
-    ('redrive', '{admin}'::text[]),
-    ('purge_dead_messages', '{admin}'::text[]),
-    ('purge_expired', '{admin}'::text[]),
-    ('sweep_queue', '{consumer,admin}'::text[]),
-    ('sweep_staged', '{admin}'::text[]),
-    ('compact_queue', '{admin}'::text[]),
-    ('compact_queues', '{admin}'::text[]),
-    ('doctor', '{admin}'::text[]),
-    ('expose_transport', '{admin}'::text[]),
-    ('unexpose_transport', '{admin}'::text[]),
-    ('expose_subscriptions', '{admin}'::text[]),
-    ('unexpose_subscriptions', '{admin}'::text[]),
-    ('expose_contract', '{admin}'::text[]),
-    ('unexpose_contract', '{admin}'::text[]),
-    ('advance_transport', '{transport}'::text[]),
-    ('wake', '{producer,admin,raw}'::text[]),
-    ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
-    ('list_queues', '{producer,consumer,admin,raw,reader}'::text[]),
-    ('peek', '{producer,consumer,admin,raw,reader}'::text[]),
-    ('stats', '{producer,consumer,admin,raw,reader}'::text[]),
-    ('next_due_at', '{producer,consumer,admin,raw,reader}'::text[]),
-    ('channel', '{producer,consumer,admin,raw}'::text[]),
-    ('version', '{producer,consumer,admin,raw,reader}'::text[])
+    select v.verb, m.allowed_to
+    from (values
+        ('{producer}'::text[], '{
+            enqueue, enqueue_batch, sink_stage, sink_commit, sink_abort, publish, create_result}'::text[]),
+        ('{consumer}', '{
+            claim, claim_any, ack, ack_batch, ack_claims, exchange, nack, nack_claims, reject, record_failure, release,
+            release_claims, extend, extend_batch, extend_claims, receive, prepare_wait, update_result, stream_open,
+            stream_claim, stream_begin, stream_read, stream_extend, stream_ack}'),
+        ('{admin}', '{
+            create_queue, alter_queue, drop_queue, drop_idle_queues, pause_queue, resume_queue, purge_queue, redrive,
+            purge_dead_messages, purge_expired, purge_results, create_schedule, alter_schedule, drop_schedule,
+            drop_stream, maintain_archive, sweep_staged, compact_queue, compact_queues, doctor, expose_transport,
+            unexpose_transport, expose_subscriptions, unexpose_subscriptions, expose_contract, unexpose_contract}'),
+        ('{transport}', '{advance_transport}'),
+        ('{producer,admin}', '{cancel, cancel_by_key, reschedule, run_schedule}'),
+        ('{consumer,admin}', '{subscribe, unsubscribe, list_subscriptions, stream_skip, sweep_queue}'),
+        ('{admin,reader}', '{browse_dead_messages}'),
+        ('{consumer,admin,reader}', '{browse, browse_archived_messages, list_schedules, list_streams}'),
+        ('{producer,consumer,admin,reader}', '{get_result}'),
+        ('{producer,admin,raw}', '{wake}'),
+        ('{producer,consumer,admin,raw}', '{channel}'),
+        ('{producer,consumer,admin,raw,reader}', '{get_queue, list_queues, peek, stats, next_due_at, version}')
+    ) as m (allowed_to, verbs)
+    cross join unnest(m.verbs) as v (verb)
 $$;
 comment on function pgqueue._access_matrix() is
 'The functions that each kind of access may call. grant_access, revoke_access and list_access are
 reserved for the owner.';
 
-create or replace function pgqueue._verbs(access text)
-returns setof regprocedure
+create or replace function pgqueue._access_privileges()
+returns table (object text, privileges text, accesses text[], for_all boolean)
 language sql stable
 as $$
-    select p.oid::regprocedure
-    from pgqueue._access_matrix() a
-    join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
-    where access = any (a.allowed_to)
+    select 'function pgqueue.' || m.verb, 'execute', m.allowed_to, false from pgqueue._access_matrix() m
+    union all
+    select 'function pgqueue.' || f, 'execute', '{producer,consumer,admin,reader,raw,transport}', false
+    -- The checks of the domains call these.
+    from unnest('{_may_or_raise,_may_use,_is_name,_access_view,_privileges_of,_raise_not_allowed,_raise_queue_not_found}'::text[]) as f
+    union all
+    select t.object, t.privileges, t.accesses, t.for_all
+    from (values
+        ('schema pgqueue', 'usage', '{producer,consumer,admin,reader,raw,transport}'::text[], false),
+        ('table pgqueue.staged_messages', 'insert', '{producer}', false),
+        ('table pgqueue.queues', 'select', '{raw,reader}', true),
+        ('sequence pgqueue.message_id', 'usage', '{raw}', true),
+        ('sequence pgqueue.message_id', 'select', '{reader}', true)
+    ) as t (object, privileges, accesses, for_all)
+    union all
+    select 'table pgqueue.' || t, p.privileges, p.accesses, true
+    from unnest('{messages,scheduled_messages,dead_messages,archived_messages,unfiled_messages}'::text[]) as t
+    cross join (values
+        ('select, insert, update, delete', '{raw}'::text[]), ('select', '{reader}')
+    ) as p (privileges, accesses)
 $$;
-comment on function pgqueue._verbs(text) is
-'The functions that a kind of access may call.';
+comment on function pgqueue._access_privileges() is
+'The privileges that each kind of access includes; for_all: only access to all queues.';
 
 create or replace function pgqueue._granted_access()
 returns table (role_name name, access text, queue_name text, access_view regclass)
@@ -125,18 +82,6 @@ as $$
 $$;
 comment on function pgqueue._granted_access() is
 'The access that grant_access granted to each role; queue_name is null for all queues.';
-
-create or replace function pgqueue._is_access_to(queue_name text, name_or_pattern text)
-returns boolean
-language sql immutable parallel safe
-as $$
-    select case right(name_or_pattern, 1)
-        when '*' then starts_with(queue_name, left(name_or_pattern, -1))
-        else queue_name = name_or_pattern
-    end
-$$;
-comment on function pgqueue._is_access_to(text, text) is
-'Whether access to a name or a pattern is access to this queue.';
 
 create or replace function pgqueue._check_access(role_name name, access text, queue_name text)
 returns void
@@ -172,106 +117,18 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    verb regprocedure;
+    p record;
 begin
-    execute format('grant usage on schema pgqueue to %I', role_name);
-    if for_all and access = 'raw' then
-        execute format('grant select on pgqueue.queues to %I', role_name);
-        execute format(
-            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
-            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
-            role_name);
-        execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
-    end if;
-    if for_all and access = 'reader' then
-        execute format(
-            'grant select on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
-            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
-            role_name);
-        execute format('grant select on sequence pgqueue.message_id to %I', role_name);
-    end if;
-    if access = 'producer' then
-        execute format('grant insert on pgqueue.staged_messages to %I', role_name);
-    end if;
-    foreach verb in array array(select v from pgqueue._verbs(access) as v) || pgqueue._functions_of_checks() loop
-        execute format('grant execute on function %s to %I', verb, role_name);
+    for p in
+        select a.* from pgqueue._access_privileges() a
+        where _apply_access.access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
+    loop
+        execute format('grant %s on %s to %I', p.privileges, p.object, role_name);
     end loop;
 end;
 $$;
 comment on function pgqueue._apply_access(name, text, boolean) is
-'Grants to a role the privileges of a kind of access: the functions, which check the queue, and for all queues also the
-tables.';
-
-create or replace function pgqueue._create_access_view(access_view text)
-returns regclass
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if to_regclass(access_view) is null then
-        execute format('create view pgqueue.%I as select', replace(access_view, 'pgqueue.', ''));
-        perform pgqueue._revoke_default_privileges(access_view::regclass);
-    end if;
-    return access_view::regclass;
-end;
-$$;
-comment on function pgqueue._create_access_view(text) is
-'Returns the view of this name, whose privileges are access, and creates it if it does not exist.';
-
-create or replace function pgqueue._apply_rights(role_name name, name_or_pattern text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    r record;
-    rights_view regclass;
-    n int := 0;
-begin
-    for r in
-        with granted as materialized (
-            select g.queue_name, g.access
-            from pgqueue._granted_access() g
-            where g.role_name = _apply_rights.role_name collate "C"
-        ),
-        rights as (
-            select
-                pgqueue._rights_view(q.name) as rights_view,
-                array(
-                    select distinct g.access
-                    from granted g
-                    where pgqueue._is_access_to(q.name, g.queue_name)
-                ) as due
-            from pgqueue.queues q
-            where pgqueue._is_access_to(q.name, name_or_pattern collate "C")
-        ),
-        found as (
-            select
-                s.rights_view, s.due, to_regclass(s.rights_view) is null as missing,
-                (
-                    select string_agg(a.privilege_type, ', ' order by a.privilege_type)
-                    from pg_class c
-                    cross join lateral aclexplode(c.relacl) as a
-                    where c.oid = to_regclass(s.rights_view) and a.grantee = quote_ident(role_name)::regrole
-                ) as given
-            from rights s
-        )
-        select * from found f where pgqueue._privileges_of(f.due) is distinct from f.given
-    loop
-        -- The locks of new views are held until the transaction ends. The lock table has no room for thousands.
-        n := n + r.missing::int;
-        continue when r.missing and n > 1000;
-        rights_view := pgqueue._create_access_view(r.rights_view);
-        execute format('revoke all on %s from %I', rights_view, role_name);
-        if r.due <> '{}' then
-            execute format('grant %s on %s to %I', pgqueue._privileges_of(r.due), rights_view, role_name);
-        end if;
-    end loop;
-end;
-$$;
-comment on function pgqueue._apply_rights(name, text) is
-'Makes the privileges of a role on the rights views of these queues those that the views of access give. A pattern to
-which more than 1,000 queues belong gets views for 1,000 of them. For the others the check reads the views of access.';
+'Grants to a role the privileges of a kind of access.';
 
 create or replace function pgqueue._serialize_grants()
 returns void
@@ -297,16 +154,18 @@ begin
     perform pgqueue._serialize_grants();
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
-        access_view := pgqueue._create_access_view(pgqueue._access_view(queue_name));
+        access_view := to_regclass(pgqueue._access_view(queue_name));
+        if access_view is null then
+            execute format('create view %s as select', pgqueue._access_view(queue_name));
+            access_view := pgqueue._access_view(queue_name)::regclass;
+            perform pgqueue._revoke_default_privileges(access_view);
+        end if;
         -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
         if right(queue_name, 1) = '*' then
             execute format('comment on view %s is %L', access_view, queue_name);
         end if;
     end if;
     execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]), access_view, role_name);
-    if not pgqueue._has_fixed_snapshot() then
-        perform pgqueue._apply_rights(role_name, queue_name);
-    end if;
 end;
 $$;
 comment on function pgqueue.grant_access(name, text, text) is
@@ -331,78 +190,27 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    verb regprocedure;
-    kept record;
+    p record;
 begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    foreach verb in array array(select v from pgqueue._verbs(access) as v) loop
-        execute format('revoke execute on function %s from %I', verb, role_name);
-    end loop;
-    if access_view = 'pgqueue.access_any'::regclass and access in ('raw', 'reader') then
-        execute format(
-            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
-            ' pgqueue.archived_messages, pgqueue.unfiled_messages from %I',
-            role_name);
-        execute format('revoke all on sequence pgqueue.message_id from %I', role_name);
-    end if;
-    if access = 'producer' then
-        execute format('revoke all on pgqueue.staged_messages from %I', role_name);
-    end if;
-    if not exists (select from pgqueue._granted_access() g where g.role_name = _revoke_access.role_name collate "C") then
-        foreach verb in array pgqueue._functions_of_checks() loop
-            execute format('revoke execute on function %s from %I', verb, role_name);
-        end loop;
-        execute format('revoke usage on schema pgqueue from %I', role_name);
-    end if;
-    -- Privileges that other access of the role includes are granted again.
-    for kept in
-        select distinct g.access, g.queue_name is null as for_all
-        from pgqueue._granted_access() g
-        where g.role_name = _revoke_access.role_name collate "C"
+    for p in
+        select a.* from pgqueue._access_privileges() a
+        where _revoke_access.access = any (a.accesses) and (access_view = 'pgqueue.access_any'::regclass or not a.for_all)
     loop
-        perform pgqueue._apply_access(role_name, kept.access, kept.for_all);
+        execute format('revoke %s on %s from %I', p.privileges, p.object, role_name);
     end loop;
+    -- Privileges that other access of the role includes are granted again.
+    perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
+    from (
+        select distinct w.access, w.queue_name is null as for_all from pgqueue._granted_access() w
+        where w.role_name = _revoke_access.role_name collate "C"
+    ) g;
 end;
 $$;
 comment on function pgqueue._revoke_access(name, text, regclass) is
 'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
-
-create or replace function pgqueue._on_queue_created_grants(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    left_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
-    patterns constant text[] := array(
-        select distinct g.queue_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)
-    );
-begin
-    -- A grant of a pattern that committed after a queue of this name was dropped may have left its view. Revokes since
-    -- then have not found it.
-    if left_view is not null then
-        execute format('drop view %s cascade', left_view);
-    end if;
-    -- A rights view may be missing, so this does not wait for a transaction that grants or revokes. The lock keeps
-    -- others from doing so until the queue is visible to them. The next statement reads what they committed before.
-    if patterns = '{}' or pgqueue._has_fixed_snapshot() or not pg_try_advisory_xact_lock_shared(pgqueue._lock_key('')) then
-        return;
-    end if;
-    -- revoke_access changes all views of a pattern in one transaction.
-    if (
-        select count(*) from pgqueue.queues o
-        where exists (select from unnest(patterns) as p where pgqueue._is_access_to(o.name, p))
-    ) <= 1000
-    then
-        perform pgqueue._apply_rights(w.role_name, q.name)
-        from (select distinct g.role_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)) w;
-    end if;
-end;
-$$;
-comment on function pgqueue._on_queue_created_grants(pgqueue.queues) is
-'Creates the rights view of a queue that belongs to a pattern.';
 
 create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
 returns void
@@ -410,22 +218,17 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    access_view constant regclass := to_regclass(pgqueue._access_view(q.name));
-    rights_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
-    dropped regclass;
+    dropped constant regclass := to_regclass(pgqueue._access_view(q.name));
 begin
-    if access_view is not null then
-        perform pgqueue._serialize_grants();
-        perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
-        from pgqueue._granted_access() g
-        where g.access_view = to_regclass(pgqueue._access_view(q.name));
-    elsif rights_view is not null then
-        perform pg_advisory_xact_lock_shared(pgqueue._lock_key(''));
+    if dropped is null then
+        return;
     end if;
-    -- Any role can make a view that depends on these. It must not keep the queue.
-    foreach dropped in array array_remove(array[access_view, rights_view], null) loop
-        execute format('drop view %s cascade', dropped);
-    end loop;
+    perform pgqueue._serialize_grants();
+    perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
+    from pgqueue._granted_access() g
+    where g.access_view = dropped;
+    -- Any role can make a view that depends on this one. It must not keep the queue.
+    execute format('drop view %s cascade', dropped);
 end;
 $$;
 comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
@@ -452,7 +255,6 @@ begin
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
-    perform pgqueue._apply_rights(role_name, queue_name);
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text, text) is
@@ -479,114 +281,94 @@ comment on function pgqueue.list_access() is
 for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
 after a restore without rows is not listed. Only the owner of the extension may call this.';
 
-create or replace function pgqueue._unmanaged_relation_grants()
-returns table (grantee oid, object text, privileges text, grantor oid)
+create or replace function pgqueue._granted_privileges()
+returns table (object text, privilege text, target text, grantee oid, relation regclass)
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-    -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
-    -- insert on the relations of all subscribers.
-    select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
+    select
+        o.object, a.privilege_type,
+        case when o.object = 'schema pgqueue' then a.privilege_type || ' on schema pgqueue' else coalesce(o.target, 'all on ' || o.object) end,
+        a.grantee, o.relation
     from (
         select
-            c.oid::regclass as relation, c.relowner, c.relacl,
-            split_part(encode(g.tgargs, 'escape'), e'\\000', 1) as queue_name
-        from pg_trigger g
-        join pg_class c on c.oid = g.tgrelid
-        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
-    ) v
-    cross join lateral aclexplode(v.relacl) as a
-    left join pg_roles r on r.oid = a.grantee
-    where a.grantee <> v.relowner
-        and not coalesce(case a.privilege_type
-            when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
-                or has_function_privilege(
-                    r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
-            else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
-        end, false)
+            'function pgqueue.' || p.proname as object, 'all on function ' || p.oid::regprocedure as target,
+            p.proacl as acl, p.proowner as owner, null::regclass as relation
+        from pg_proc p
+        where p.pronamespace = 'pgqueue'::regnamespace
+        union all
+        select
+            case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, null, c.relacl, c.relowner,
+            c.oid::regclass
+        from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v')
+        union all
+        select
+            format('column %I of table %s', t.attname, c.oid::regclass),
+            format('all (%I) on table %s', t.attname, c.oid::regclass), t.attacl, c.relowner, null
+        from pg_class c
+        join pg_attribute t on t.attrelid = c.oid
+        where c.relnamespace = 'pgqueue'::regnamespace
+        union all
+        -- With usage of a domain, a role could store a name that was checked before.
+        select 'type ' || y.oid::regtype, null, y.typacl, y.typowner, null
+        from pg_type y
+        where y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd'
+        union all
+        select 'schema pgqueue', null, n.nspacl, n.nspowner, null
+        from pg_namespace n
+        where n.nspname = 'pgqueue'
+    ) o
+    cross join lateral aclexplode(o.acl) as a
+    where a.grantee <> o.owner
 $$;
-comment on function pgqueue._unmanaged_relation_grants() is
-'The privileges on relations of transports that no access of their holder includes. grantor is null for the owner.';
+comment on function pgqueue._granted_privileges() is
+'The privileges of roles other than the owner on the objects of pgqueue, and what to revoke.';
 
 create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding
 language sql stable
 set search_path = pg_catalog, pg_temp
 as $$
-    with granted as (
-        select
-            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, coalesce(m.allowed_to, '{}') as accesses,
-            false as for_all
-        from pg_proc p
-        left join pgqueue._access_matrix() m on m.verb = p.proname
-        cross join lateral aclexplode(p.proacl) as a
-        where p.pronamespace = 'pgqueue'::regnamespace
-            -- As a subquery, it is called once and not for each function.
-            and p.oid <> all (array(select unnest(pgqueue._functions_of_checks())))
-        union all
-        select
-            case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
-            case
-                when c.relname = 'staged_messages' then '{producer}'::text[]
-                when c.relname in (
-                    'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages',
-                    'message_id') then '{raw,reader}'
-                else '{}'
-            end,
-            c.relname <> 'staged_messages'
-        from pg_class c
-        cross join lateral aclexplode(c.relacl) as a
-        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
-    ),
-    rights as materialized (
-        select
-            pgqueue._rights_view(o.name) as rights_view, w.role_name, pgqueue._privileges_of(array[w.access]) as privilege
-        from pgqueue.queues o
-        join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
+    with access as materialized (
+        select g.role_name, p.object
+        from pgqueue._granted_access() g
+        join pgqueue._access_privileges() p on g.access = any (p.accesses) and (g.queue_name is null or not p.for_all)
+        where q.name is null
     ),
     past as (
-        select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor
-        from granted g
+        select g.grantee, g.object, null::oid as grantor, g.target as privileges
+        from pgqueue._granted_privileges() g
         left join pg_roles r on r.oid = g.grantee
-        where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
+        where q.name is null and (r.oid is not null or g.grantee = 0)
+            -- A grant on a view of access is access.
+            and (g.object !~ '^table pgqueue[.]access_' or g.grantee = 0)
+            and (g.object <> 'schema pgqueue' or g.privilege = 'CREATE')
             and not exists (
-                select from pgqueue._granted_access() w
-                where w.role_name = r.rolname and w.access = any (g.accesses)
-                    and (w.queue_name is null or not g.for_all)
+                select from access a where a.role_name = r.rolname and a.object = g.object and g.privilege <> 'CREATE'
             )
+            and (g.relation <> all (array(select l.relation from pgqueue._leftovers() l))) is not false
         union all
-        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass, null
-        from pg_class c
-        cross join lateral aclexplode(c.relacl) as a
+        -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
+        -- insert on the relations of all subscribers.
+        select a.grantee, 'relation ' || v.relation, nullif(a.grantor, v.relowner), a.privilege_type || ' on ' || v.relation
+        from (
+            select
+                c.oid::regclass as relation, c.relowner, c.relacl,
+                split_part(encode(t.tgargs, 'escape'), e'\\000', 1) as queue_name
+            from pg_trigger t
+            join pg_class c on c.oid = t.tgrelid
+            where q.name is null and t.tgfoid = 'pgqueue._insert_by_transport'::regproc
+        ) v
+        cross join lateral aclexplode(v.relacl) as a
         left join pg_roles r on r.oid = a.grantee
-        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and a.grantee <> c.relowner
-            and c.oid <> all (array(select l.relation::oid from pgqueue._leftovers() l))
-            and case
-                when c.relname ~ '^access_' then a.grantee = 0
-                else (coalesce(r.rolname, ''), a.privilege_type) not in (
-                    select s.role_name, s.privilege from rights s where s.rights_view = 'pgqueue.' || c.relname)
-            end
-        union all
-        select
-            a.grantee, format('column %I of table %s', t.attname, c.oid::regclass),
-            format('all (%I) on table %s', t.attname, c.oid::regclass), null
-        from pg_class c
-        join pg_attribute t on t.attrelid = c.oid
-        cross join lateral aclexplode(t.attacl) as a
-        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and a.grantee <> c.relowner
-        union all
-        -- With usage of a domain, a role could store a name that was checked before.
-        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype, null
-        from pg_type y
-        cross join lateral aclexplode(y.typacl) as a
-        where q.name is null and y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd' and a.grantee <> y.typowner
-        union all
-        select a.grantee, 'schema pgqueue', 'create on schema pgqueue', null
-        from pg_namespace n
-        cross join lateral aclexplode(n.nspacl) as a
-        where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
-        union all
-        select w.* from pgqueue._unmanaged_relation_grants() w where q.name is null
+        where a.grantee <> v.relowner
+            and not coalesce(case a.privilege_type
+                when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
+                    or has_function_privilege(
+                        r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
+                else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
+            end, false)
     )
     select
         'warning', null, 'unmanaged_grant',
@@ -617,33 +399,14 @@ revoke all on all functions in schema pgqueue from public;
 -- only private functions are treated, as functions and tables of the API may have been granted on purpose.
 do $$
 declare
-    installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);
     granted record;
 begin
     for granted in
-        select g.object, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-        from (
-            select 'function ' || p.oid::regprocedure as object, p.proacl as acl, p.proowner as owner
-            from pg_catalog.pg_proc p
-            where p.pronamespace = 'pgqueue'::regnamespace and (installing or p.proname ~ '^_')
-            union all
-            select 'table ' || c.oid::regclass, c.relacl, c.relowner
-            from pg_catalog.pg_class c
-            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v') and installing
-            union all
-            select 'type ' || y.oid::regtype, y.typacl, y.typowner
-            from pg_catalog.pg_type y
-            where y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd'
-            union all
-            select 'schema pgqueue', n.nspacl, n.nspowner
-            from pg_catalog.pg_namespace n
-            where n.nspname = 'pgqueue' and installing
-        ) g
-        cross join lateral pg_catalog.aclexplode(g.acl) as a
-        where a.grantee <> g.owner
-        group by 1, 2
+        select distinct g.target, case g.grantee when 0 then 'public' else g.grantee::regrole::text end as grantee
+        from pgqueue._granted_privileges() g
+        where current_setting('pgqueue.installing', true) = 'yes' or g.object ~ '^(function pgqueue[.]_|type )'
     loop
-        execute pg_catalog.format('revoke all on %s from %s', granted.object, granted.grantee);
+        execute pg_catalog.format('revoke %s from %s', granted.target, granted.grantee);
     end loop;
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 

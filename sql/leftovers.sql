@@ -12,7 +12,7 @@ as $$
             select pgqueue._sequence_name(r, q.name) as name
             from unnest(pgqueue._counter_roles() || '{archives}'::text[]) as r
             union all
-            values (pgqueue._access_view(q.name)), (pgqueue._rights_view(q.name))
+            select pgqueue._access_view(q.name)
         ) n
     )
     select

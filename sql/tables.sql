@@ -659,5 +659,4 @@ create view pgqueue.access_any as select;
 comment on view pgqueue.access_any is
 'Its privileges are the access of roles to all queues: INSERT is producer, UPDATE consumer, DELETE admin, SELECT reader,
 TRUNCATE raw and TRIGGER transport. The view has no column. A view access_<hash> is the same for one queue or for the
-queues of a pattern, and a view rights_<hash> for what a queue has of these two. Do not grant on them: call
-grant_access.';
+queues of a pattern. Do not grant on them: call grant_access.';
