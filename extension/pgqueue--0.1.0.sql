@@ -2906,88 +2906,46 @@ comment on function pgqueue._check_visibility_timeout(interval) is
 
 create function pgqueue._check_settings(q pgqueue.queues)
 returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    if q.visibility_timeout is null then
-        perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
-    end if;
-    perform pgqueue._check_visibility_timeout(q.visibility_timeout);
-    if q.max_attempts is null or q.max_attempts not between 1 and 100 and q.max_attempts <> 2147483647 then
-        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100, or 0 for no limit');
-    end if;
-    if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
-        perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
-    end if;
-    if q.backoff_base is null or not pgqueue._is_interval_between(q.backoff_base, '0', '30 days') then
-        perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
-    end if;
-    if q.backoff_max is null or not pgqueue._is_interval_between(q.backoff_max, '0', '30 days') then
-        perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
-    end if;
-    if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
-        perform pgqueue._raise_invalid('backoff_factor', q.backoff_factor::text, 'a number from 1 to 100');
-    end if;
-    if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
-        perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
-    end if;
-    if not pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days') then
-        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
-    end if;
-    if not pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days') then
-        perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
-            'an interval from 1 s to 10 years (3652.5 days), or null for never');
-    end if;
-    if pgqueue._is_interval_between(q.dedup_window, '0', '0') is not true
-        and pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days') is not true
-    then
-        perform pgqueue._raise_invalid('dedup_window', q.dedup_window::text,
-            'an interval from 1 s to 30 days, or 0 for as long as the message lives');
-    end if;
-    if q.group_limit not between 1 and 1000 then
-        perform pgqueue._raise_invalid('group_limit', q.group_limit::text,
-            'an integer from 1 to 1000, or null for a queue without groups');
-    end if;
-    if q.on_dead is null or q.on_dead not in ('skip', 'hold') then
-        perform pgqueue._raise_invalid('on_dead', q.on_dead, 'skip or hold');
-    end if;
-    if q.max_in_flight not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text, 'an integer from 1 to 10000, or null for no limit');
-    end if;
-    if q.rate_limit not between 1 and 1000000 then
-        perform pgqueue._raise_invalid('rate_limit', q.rate_limit::text, 'an integer from 1 to 1000000, or null for no limit');
-    end if;
-    if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
-        perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
-    end if;
-    if q.priorities is null then
-        perform pgqueue._raise_invalid('priorities', null, 'true or false');
-    end if;
-    if q.priorities and q.group_limit is not null then
-        perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
-    end if;
-    if q.counters is null then
-        perform pgqueue._raise_invalid('counters', null, 'true or false');
-    end if;
-    if q.dlq_enabled is null then
-        perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
-    end if;
-    if q.on_dead = 'hold' and not q.dlq_enabled then
-        perform pgqueue._raise_invalid('on_dead', 'hold',
-            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
-    end if;
-    if q.dead_letter_to is not null and not q.dlq_enabled then
-        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to, 'null while dlq_enabled is false: there are no dead letters');
-    end if;
-    if q.dead_letter_to is not null and q.on_dead = 'hold' then
-        perform pgqueue._raise_invalid('on_dead', 'hold',
-            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting');
-    end if;
-    if q.dead_letter_expired is null then
-        perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
-    end if;
-end;
+    select pgqueue._raise_invalid(s.name, s.given, s.expected)
+    from (values
+        ('visibility_timeout', q.visibility_timeout::text, pgqueue._is_interval_between(q.visibility_timeout, '1 s', '43200 s'),
+            'an interval from 1 second to 12 hours (43200 s)'),
+        ('max_attempts', q.max_attempts::text, q.max_attempts between 1 and 100 or q.max_attempts = 2147483647, 'an integer from 1 to 100, or 0 for no limit'),
+        ('max_payload_bytes', q.max_payload_bytes::text, q.max_payload_bytes between 1 and 104857600, 'an integer from 1 to 104857600 (100 MB)'),
+        ('backoff_base', q.backoff_base::text, pgqueue._is_interval_between(q.backoff_base, '0', '30 days'), 'an interval from 0 to 30 days'),
+        ('backoff_max', q.backoff_max::text, pgqueue._is_interval_between(q.backoff_max, '0', '30 days'), 'an interval from 0 to 30 days'),
+        ('backoff_factor', q.backoff_factor::text, q.backoff_factor between 1 and 100, 'a number from 1 to 100'),
+        ('backoff_jitter', q.backoff_jitter::text, q.backoff_jitter between 0 and 1, 'a number from 0 to 1'),
+        ('archive_for', q.archive_for::text, q.archive_for is null or pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days'),
+            'an interval from 1 day to 10 years (3652.5 days)'),
+        ('expires_after_idle', q.expires_after_idle::text,
+            q.expires_after_idle is null or pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days'),
+            'an interval from 1 s to 10 years (3652.5 days), or null for never'),
+        ('dedup_window', q.dedup_window::text,
+            pgqueue._is_interval_between(q.dedup_window, '0', '0') or pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days'),
+            'an interval from 1 s to 30 days, or 0 for as long as the message lives'),
+        ('group_limit', q.group_limit::text, q.group_limit is null or q.group_limit between 1 and 1000,
+            'an integer from 1 to 1000, or null for a queue without groups'),
+        ('on_dead', q.on_dead, q.on_dead in ('skip', 'hold'), 'skip or hold'),
+        ('max_in_flight', q.max_in_flight::text, q.max_in_flight is null or q.max_in_flight between 1 and 10000,
+            'an integer from 1 to 10000, or null for no limit'),
+        ('rate_limit', q.rate_limit::text, q.rate_limit is null or q.rate_limit between 1 and 1000000,
+            'an integer from 1 to 1000000, or null for no limit'),
+        ('rate_period', q.rate_period::text, pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day'), 'an interval from 1 ms to 1 day'),
+        ('priorities', null, q.priorities is not null, 'true or false'),
+        ('priorities', 'true', not q.priorities or q.group_limit is null, 'false for a queue with group_limit: its claims follow the groups'),
+        ('counters', null, q.counters is not null, 'true or false'),
+        ('dlq_enabled', null, q.dlq_enabled is not null, 'true or false'),
+        ('on_dead', 'hold', q.on_dead = 'skip' or q.dlq_enabled,
+            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting'),
+        ('dead_letter_to', q.dead_letter_to, q.dead_letter_to is null or q.dlq_enabled, 'null while dlq_enabled is false: there are no dead letters'),
+        ('on_dead', 'hold', q.on_dead = 'skip' or q.dead_letter_to is null,
+            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting'),
+        ('dead_letter_expired', null, q.dead_letter_expired is not null, 'true or false')
+    ) as s (name, given, is_valid, expected)
+    where s.is_valid is not true
 $$;
 comment on function pgqueue._check_settings(pgqueue.queues) is
 'Raises 22023 for the first setting of a queue that is out of bounds.';
@@ -3361,20 +3319,6 @@ comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
-create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
-comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
-'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
-
 create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -3386,27 +3330,27 @@ declare
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with gone as ('
+    for m in execute format(
+        'with moved as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        ' and coalesce(m.expires_at > $2, true) returning m),'
+        ' delayed as ('
+        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
+        ' and coalesce(s.expires_at > $2, true) returning pgqueue._as_message(s) as m)'
+        ' select (g.m).* from (select (v.m)::pgqueue.messages as m from moved v union all select d.m from delayed d) g',
         pgqueue._partition_of(q))
-    using q.name, at;
-    for m in
-        delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
-        returning (pgqueue._as_message(s)).*
+        using q.name, at
     loop
-        perform pgqueue._add_undelivered_dead_letter(m, at);
+        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+        m.expires_at := null;
+        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
     end loop;
 end;
 $$;
 comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
-dropped.';
+'Makes dead letters of the messages of a queue that is being dropped which are still delayed and were never claimed.';
 
-create function pgqueue._remove_all_messages(q pgqueue.queues)
+create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3416,48 +3360,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    message_ids bigint[];
-    n bigint;
-    removed bigint;
-begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id. Scheduled messages are
-    -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
-    delete from pgqueue.scheduled_messages s
-    where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
-    get diagnostics removed = row_count;
-    if q.dedicated then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, true);
-    end if;
-    message_ids := array(
-        select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(q.name, message_ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-    get diagnostics n = row_count;
-    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
-    return removed + n;
-end;
-$$;
-comment on function pgqueue._remove_all_messages(pgqueue.queues) is
-'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
-nothing, so it reads also what was removed long ago, and ids that were set by hand.';
-
-create function pgqueue._purge_messages(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
-    -- count.
-    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
-    first_id constant bigint := coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
+    -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
+    first_id constant bigint := case when dropping then -9223372036854775808 else pgqueue._first_id_of(q.name) end;
     source refcursor;
     slice record;
     removed bigint := 0;
@@ -3473,13 +3377,15 @@ begin
         -- By ctid: by key, a plan could use another index and read the whole queue through it for each.
         delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places);
         removed := removed + cardinality(slice.ids);
-        if not pgqueue._has_time() then
+        if not dropping and not pgqueue._has_time() then
             return removed;
         end if;
     end loop;
     close source;
-    if truncates then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, false);
+    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
+    -- count.
+    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
+        removed := removed + pgqueue._truncate_or_drop_partition(q, dropping);
     end if;
     open source for
         select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
@@ -3492,15 +3398,15 @@ begin
         using pgqueue._lookup_keys(q.name, slice.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         removed := removed + cardinality(slice.ids);
-        exit when not pgqueue._has_time();
+        exit when not dropping and not pgqueue._has_time();
     end loop;
     close source;
     return removed;
 end;
 $$;
-comment on function pgqueue._purge_messages(pgqueue.queues) is
-'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
-truncated.';
+comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
+'Removes the messages of a queue in slices, and returns their number. A purge ends when its time is over, and truncates
+a dedicated table. A drop removes all, and the dedicated table.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -3510,7 +3416,7 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 begin
-    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
+    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
@@ -3542,7 +3448,8 @@ begin
     if q.dlq_enabled then
         perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
-    removed := removed + pgqueue._remove_all_messages(q);
+    removed := removed + pgqueue._remove_messages(q, true);
+    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
         -- Another role can have a view of a register, which must not keep the queue.
@@ -9522,13 +9429,10 @@ begin
     into lapsed, lapsed_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
         (
-            select c.*
+            select c.message
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
-                from pgqueue.messages m
+                select m as message from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
             ) c
@@ -9537,20 +9441,16 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select c.*
+            select c.message
             from pgqueue._sample_requeued_ids(
                 q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
             cross join lateral unnest(r.ids) as requeued_id
             cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m)
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id = requeued_id
-                limit 1
+                select m as message from pgqueue.messages m where m.queue_name = q.name and m.id = requeued_id limit 1
             ) c
         )
-    ) w;
+    ) c
+    cross join lateral (select (c.message).*, pgqueue._is_unclaimed(c.message) as is_unclaimed) w;
     select
         -- The message of a schedule has its due time as enqueued_at.
         max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),
@@ -9571,55 +9471,6 @@ ended for over a minute, and when the first one did; the shortest time to live; 
 were made while the clock was ahead; the start of the longest claim; messages that are hidden for longer than
 backoff_max with group_limit 1; the last time that the clock has shown; the first messages with a group and with a
 priority that have no effect.';
-
-create function pgqueue._claim_findings(
-    q pgqueue.queues, at timestamptz, lapsed bigint, lapsed_at timestamptz, claimed_since timestamptz,
-    hidden_ids bigint[]
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if lapsed > 0 and q.paused_at is null then
-        return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since',
-                pgqueue._with_number(lapsed, 'claim'), date_trunc('second', at - lapsed_at)),
-            'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
-    end if;
-    if claimed_since is not null then
-        return next row('warning', q.name, 'long_claims',
-            format('messages are in flight, the first claimed and extended for %s: a handler may hang',
-                date_trunc('second', at - claimed_since)),
-            format(
-                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
-                ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
-    end if;
-    return query
-    select
-        'warning', q.name, 'held_group',
-        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
-            m.visible_at),
-        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
-            at, q.name, m.id)
-    from unnest(hidden_ids) as hidden_id
-    cross join lateral (
-        select c.id, c.headers, c.visible_at from pgqueue.messages c
-        where c.queue_name = q.name and c.id = hidden_id
-        limit 1
-    ) m
-    where exists (
-        select from pgqueue.messages c
-        where pgqueue._is_in_queue(c, q.kind, q.name)
-            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
-    )
-    order by m.id limit 10;
-end;
-$$;
-comment on function pgqueue._claim_findings(
-    pgqueue.queues, timestamptz, bigint, timestamptz, timestamptz, bigint[]
-) is
-'The findings of doctor about claims that have ended or last long, from the results of _examine_messages.';
 
 create function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
@@ -9689,51 +9540,24 @@ comment on function pgqueue._clock_findings(pgqueue.queues, timestamptz, timesta
 'The findings of doctor about messages that wait too long because the clock was ahead, from the results of
 _examine_messages.';
 
-create function pgqueue._setting_findings(
-    q pgqueue.queues, at timestamptz, grouped_id bigint, ranked_id bigint, shortest interval, peek_delay interval
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+create function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
+returns setof pgqueue.messages
+language sql stable
 as $$
-declare
-    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
-begin
-    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
-        return next row('warning', q.name, 'missing_counter',
-            format('the queue has no sequence for these counters: %s; stats returns null for their totals',
-                array_to_string(pgqueue._missing_counters(q.name), ', ')),
-            format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
-    end if;
-    if q.paused_at is not null then
-        return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
-            format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
-    end if;
-    if s.dead_messages > 0 then
-        return next row('info', q.name, 'dead_messages',
-            pgqueue._with_number(s.dead_messages, 'dead letter'),
-            format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
-    end if;
-    if grouped_id is not null then
-        return next row('info', q.name, 'unused_group_keys',
-            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
-            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name))::pgqueue.finding;
-    end if;
-    if ranked_id is not null then
-        return next row('info', q.name, 'unused_priorities',
-            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
-            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name))::pgqueue.finding;
-    end if;
-    if shortest < peek_delay then
-        return next row('warning', q.name, 'peek_delay_above_time_to_live',
-            format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
-            format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
-    end if;
-end;
+    select m.*
+    from unnest(hidden_ids) as hidden_id
+    cross join lateral (
+        select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1
+    ) m
+    where exists (
+        select from pgqueue.messages c
+        where pgqueue._is_in_queue(c, q.kind, q.name)
+            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
+    )
+    order by m.id limit 10
 $$;
-comment on function pgqueue._setting_findings(pgqueue.queues, timestamptz, bigint, bigint, interval, interval) is
-'The findings of doctor about settings of a queue, from the results of _examine_messages.';
+comment on function pgqueue._held_groups(pgqueue.queues, bigint[]) is
+'The hidden messages that later messages of their groups wait for.';
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -9745,8 +9569,10 @@ set enable_sort = off
 set jit = off
 as $$
 declare
+    s pgqueue.queue_stats;
     partition regclass;
     r record;
+    missing_counters text[];
     found_by_modules pgqueue.finding[];
 begin
     return query select f.* from pgqueue._ids_above_sequence(q) f;
@@ -9754,29 +9580,65 @@ begin
         return;
     end if;
     r := pgqueue._examine_messages(q, at);
+    s := pgqueue._stats(q, at);
     found_by_modules := array(select f from pgqueue._module_findings(q) f);
+    missing_counters := case when q.counters then pgqueue._missing_counters(q.name) else '{}' end;
+    partition := case when r.shortest is not null then pgqueue._partition_of(q) end;
     return query
     select f.* from pgqueue._id_findings(q, at) f
     union all
-    select f.* from pgqueue._claim_findings(q, at, r.lapsed, r.lapsed_at, r.claimed_since, r.hidden_ids) f
-    union all
     select f.* from pgqueue._clock_findings(q, at, r.ahead_until, r.delayed_until, r.seen_at) f
     union all
-    select f.* from pgqueue._setting_findings(q, at, r.grouped_id, r.ranked_id, r.shortest, peek_delay) f
+    select f.* from unnest(found_by_modules) f
     union all
-    select f.* from unnest(found_by_modules) f;
-    partition := case when r.shortest is not null then pgqueue._partition_of(q) end;
-    -- A room that needs another index reports that one instead.
-    if partition is not null and not pgqueue._has_index(partition, 'queue_name, expires_at')
-        and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)')
-        and not exists (select from unnest(found_by_modules) f where f.finding = 'missing_index')
-    then
-        return next row('warning', q.name, 'missing_index',
+    select f.severity, q.name, f.finding, f.detail, f.repair
+    from (values
+        (r.lapsed > 0 and q.paused_at is null, 'warning', 'stuck_claims',
+            format('%s expired, the first %s ago, and no consumer has claimed since',
+                pgqueue._with_number(r.lapsed, 'claim'), date_trunc('second', at - r.lapsed_at)),
+            'Start a consumer: any claim takes these messages over or removes them.'),
+        (r.claimed_since is not null, 'warning', 'long_claims',
+            format('messages are in flight, the first claimed and extended for %s: a handler may hang',
+                date_trunc('second', at - r.claimed_since)),
+            format(
+                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
+                ' -- restart that consumer; a handler_timeout prevents this', q.name)),
+        (missing_counters <> '{}', 'warning', 'missing_counter',
+            format('the queue has no sequence for these counters: %s; stats returns null for their totals', array_to_string(missing_counters, ', ')),
+            format('select pgqueue.alter_queue(%L);', q.name)),
+        (q.paused_at is not null, 'info', 'paused_queue',
+            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
+            format('select pgqueue.resume_queue(%L);', q.name)),
+        (s.dead_messages > 0, 'info', 'dead_messages',
+            pgqueue._with_number(s.dead_messages, 'dead letter'),
+            format('select * from pgqueue.browse_dead_messages(%L);', q.name)),
+        (r.grouped_id is not null, 'info', 'unused_group_keys',
+            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', r.grouped_id),
+            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name)),
+        (r.ranked_id is not null, 'info', 'unused_priorities',
+            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', r.ranked_id),
+            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name)),
+        (r.shortest < peek_delay, 'warning', 'peek_delay_above_time_to_live',
+            format('messages expire after as little as %s, but consumers poll every %s', r.shortest, peek_delay),
+            format('Let consumers poll more often than every %s.', r.shortest)),
+        -- A room that needs another index reports that one instead.
+        (partition is not null and not pgqueue._has_index(partition, 'queue_name, expires_at')
+            and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)')
+            and not exists (select from unnest(found_by_modules) f where f.finding = 'missing_index'),
+            'warning', 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', partition),
-            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;',
-                partition))::pgqueue.finding;
-    end if;
-    return query
+            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', partition))
+    ) as f (is_found, severity, finding, detail, repair)
+    where f.is_found
+    union all
+    select
+        'warning', q.name, 'held_group',
+        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+            m.visible_at),
+        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+            at, q.name, m.id)
+    from pgqueue._held_groups(q, r.hidden_ids) m
+    union all
     select
         'warning', q.name, 'long_writer',
         format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since',
@@ -9911,25 +9773,6 @@ comment on function pgqueue._orphaned_messages() is
 'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
 drop_queue.';
 
-create function pgqueue._misplaced_messages()
-returns table (queue_name text, id bigint)
-language sql stable
-as $$
-    -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
-    -- transaction.
-    select s.queue_name, m.id
-    from pgqueue.sweep_state s
-    cross join lateral unnest(s.vacant_ids) as d
-    cross join lateral (
-        select c.id from pgqueue.messages c
-        where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
-            and not exists (select from pgqueue.requeued_messages r where r.queue_name = c.queue_name and r.id = c.id)
-        order by c.id limit 1
-    ) m
-$$;
-comment on function pgqueue._misplaced_messages() is
-'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
-
 create function pgqueue._server_findings()
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -10048,7 +9891,19 @@ begin
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);'
             ' update pgqueue.sweep_state set first_id = least(first_id, %2$s) where queue_name = %1$L;',
             m.queue_name, min(m.id))
-    from pgqueue._misplaced_messages() m
+    from (
+        -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
+        -- transaction.
+        select w.queue_name, c.id
+        from pgqueue.sweep_state w
+        cross join lateral unnest(w.vacant_ids) as d
+        cross join lateral (
+            select t.id from pgqueue.messages t
+            where t.queue_name = w.queue_name and t.id >= coalesce(lower(d), 0) and t.id < upper(d)
+                and not exists (select from pgqueue.requeued_messages r where r.queue_name = t.queue_name and r.id = t.id)
+            order by t.id limit 1
+        ) c
+    ) m
     group by m.queue_name
     order by m.queue_name;
 

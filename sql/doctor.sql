@@ -121,25 +121,6 @@ comment on function pgqueue._orphaned_messages() is
 'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
 drop_queue.';
 
-create or replace function pgqueue._misplaced_messages()
-returns table (queue_name text, id bigint)
-language sql stable
-as $$
-    -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
-    -- transaction.
-    select s.queue_name, m.id
-    from pgqueue.sweep_state s
-    cross join lateral unnest(s.vacant_ids) as d
-    cross join lateral (
-        select c.id from pgqueue.messages c
-        where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
-            and not exists (select from pgqueue.requeued_messages r where r.queue_name = c.queue_name and r.id = c.id)
-        order by c.id limit 1
-    ) m
-$$;
-comment on function pgqueue._misplaced_messages() is
-'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
-
 create or replace function pgqueue._server_findings()
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -258,7 +239,19 @@ begin
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);'
             ' update pgqueue.sweep_state set first_id = least(first_id, %2$s) where queue_name = %1$L;',
             m.queue_name, min(m.id))
-    from pgqueue._misplaced_messages() m
+    from (
+        -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
+        -- transaction.
+        select w.queue_name, c.id
+        from pgqueue.sweep_state w
+        cross join lateral unnest(w.vacant_ids) as d
+        cross join lateral (
+            select t.id from pgqueue.messages t
+            where t.queue_name = w.queue_name and t.id >= coalesce(lower(d), 0) and t.id < upper(d)
+                and not exists (select from pgqueue.requeued_messages r where r.queue_name = t.queue_name and r.id = t.id)
+            order by t.id limit 1
+        ) c
+    ) m
     group by m.queue_name
     order by m.queue_name;
 

@@ -1,19 +1,5 @@
 -- Removes queues and the messages of queues.
 
-create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
-comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
-'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
-
 create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -25,27 +11,27 @@ declare
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with gone as ('
+    for m in execute format(
+        'with moved as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        ' and coalesce(m.expires_at > $2, true) returning m),'
+        ' delayed as ('
+        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
+        ' and coalesce(s.expires_at > $2, true) returning pgqueue._as_message(s) as m)'
+        ' select (g.m).* from (select (v.m)::pgqueue.messages as m from moved v union all select d.m from delayed d) g',
         pgqueue._partition_of(q))
-    using q.name, at;
-    for m in
-        delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
-        returning (pgqueue._as_message(s)).*
+        using q.name, at
     loop
-        perform pgqueue._add_undelivered_dead_letter(m, at);
+        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+        m.expires_at := null;
+        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
     end loop;
 end;
 $$;
 comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
-dropped.';
+'Makes dead letters of the messages of a queue that is being dropped which are still delayed and were never claimed.';
 
-create or replace function pgqueue._remove_all_messages(q pgqueue.queues)
+create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -55,48 +41,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    message_ids bigint[];
-    n bigint;
-    removed bigint;
-begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id. Scheduled messages are
-    -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
-    delete from pgqueue.scheduled_messages s
-    where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
-    get diagnostics removed = row_count;
-    if q.dedicated then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, true);
-    end if;
-    message_ids := array(
-        select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(q.name, message_ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-    get diagnostics n = row_count;
-    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
-    return removed + n;
-end;
-$$;
-comment on function pgqueue._remove_all_messages(pgqueue.queues) is
-'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
-nothing, so it reads also what was removed long ago, and ids that were set by hand.';
-
-create or replace function pgqueue._purge_messages(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
-    -- count.
-    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
-    first_id constant bigint := coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
+    -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
+    first_id constant bigint := case when dropping then -9223372036854775808 else pgqueue._first_id_of(q.name) end;
     source refcursor;
     slice record;
     removed bigint := 0;
@@ -112,13 +58,15 @@ begin
         -- By ctid: by key, a plan could use another index and read the whole queue through it for each.
         delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places);
         removed := removed + cardinality(slice.ids);
-        if not pgqueue._has_time() then
+        if not dropping and not pgqueue._has_time() then
             return removed;
         end if;
     end loop;
     close source;
-    if truncates then
-        removed := removed + pgqueue._truncate_or_drop_partition(q, false);
+    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
+    -- count.
+    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
+        removed := removed + pgqueue._truncate_or_drop_partition(q, dropping);
     end if;
     open source for
         select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
@@ -131,15 +79,15 @@ begin
         using pgqueue._lookup_keys(q.name, slice.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         removed := removed + cardinality(slice.ids);
-        exit when not pgqueue._has_time();
+        exit when not dropping and not pgqueue._has_time();
     end loop;
     close source;
     return removed;
 end;
 $$;
-comment on function pgqueue._purge_messages(pgqueue.queues) is
-'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
-truncated.';
+comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
+'Removes the messages of a queue in slices, and returns their number. A purge ends when its time is over, and truncates
+a dedicated table. A drop removes all, and the dedicated table.';
 
 create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -149,7 +97,7 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 begin
-    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
+    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
@@ -181,7 +129,8 @@ begin
     if q.dlq_enabled then
         perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
-    removed := removed + pgqueue._remove_all_messages(q);
+    removed := removed + pgqueue._remove_messages(q, true);
+    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
         -- Another role can have a view of a register, which must not keep the queue.

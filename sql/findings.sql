@@ -141,13 +141,10 @@ begin
     into lapsed, lapsed_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
         (
-            select c.*
+            select c.message
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
-                from pgqueue.messages m
+                select m as message from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
             ) c
@@ -156,20 +153,16 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select c.*
+            select c.message
             from pgqueue._sample_requeued_ids(
                 q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
             cross join lateral unnest(r.ids) as requeued_id
             cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m)
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id = requeued_id
-                limit 1
+                select m as message from pgqueue.messages m where m.queue_name = q.name and m.id = requeued_id limit 1
             ) c
         )
-    ) w;
+    ) c
+    cross join lateral (select (c.message).*, pgqueue._is_unclaimed(c.message) as is_unclaimed) w;
     select
         -- The message of a schedule has its due time as enqueued_at.
         max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),
@@ -190,55 +183,6 @@ ended for over a minute, and when the first one did; the shortest time to live; 
 were made while the clock was ahead; the start of the longest claim; messages that are hidden for longer than
 backoff_max with group_limit 1; the last time that the clock has shown; the first messages with a group and with a
 priority that have no effect.';
-
-create or replace function pgqueue._claim_findings(
-    q pgqueue.queues, at timestamptz, lapsed bigint, lapsed_at timestamptz, claimed_since timestamptz,
-    hidden_ids bigint[]
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if lapsed > 0 and q.paused_at is null then
-        return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since',
-                pgqueue._with_number(lapsed, 'claim'), date_trunc('second', at - lapsed_at)),
-            'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
-    end if;
-    if claimed_since is not null then
-        return next row('warning', q.name, 'long_claims',
-            format('messages are in flight, the first claimed and extended for %s: a handler may hang',
-                date_trunc('second', at - claimed_since)),
-            format(
-                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
-                ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
-    end if;
-    return query
-    select
-        'warning', q.name, 'held_group',
-        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
-            m.visible_at),
-        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
-            at, q.name, m.id)
-    from unnest(hidden_ids) as hidden_id
-    cross join lateral (
-        select c.id, c.headers, c.visible_at from pgqueue.messages c
-        where c.queue_name = q.name and c.id = hidden_id
-        limit 1
-    ) m
-    where exists (
-        select from pgqueue.messages c
-        where pgqueue._is_in_queue(c, q.kind, q.name)
-            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
-    )
-    order by m.id limit 10;
-end;
-$$;
-comment on function pgqueue._claim_findings(
-    pgqueue.queues, timestamptz, bigint, timestamptz, timestamptz, bigint[]
-) is
-'The findings of doctor about claims that have ended or last long, from the results of _examine_messages.';
 
 create or replace function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
@@ -308,51 +252,24 @@ comment on function pgqueue._clock_findings(pgqueue.queues, timestamptz, timesta
 'The findings of doctor about messages that wait too long because the clock was ahead, from the results of
 _examine_messages.';
 
-create or replace function pgqueue._setting_findings(
-    q pgqueue.queues, at timestamptz, grouped_id bigint, ranked_id bigint, shortest interval, peek_delay interval
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+create or replace function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
+returns setof pgqueue.messages
+language sql stable
 as $$
-declare
-    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
-begin
-    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
-        return next row('warning', q.name, 'missing_counter',
-            format('the queue has no sequence for these counters: %s; stats returns null for their totals',
-                array_to_string(pgqueue._missing_counters(q.name), ', ')),
-            format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
-    end if;
-    if q.paused_at is not null then
-        return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
-            format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
-    end if;
-    if s.dead_messages > 0 then
-        return next row('info', q.name, 'dead_messages',
-            pgqueue._with_number(s.dead_messages, 'dead letter'),
-            format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
-    end if;
-    if grouped_id is not null then
-        return next row('info', q.name, 'unused_group_keys',
-            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
-            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name))::pgqueue.finding;
-    end if;
-    if ranked_id is not null then
-        return next row('info', q.name, 'unused_priorities',
-            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
-            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name))::pgqueue.finding;
-    end if;
-    if shortest < peek_delay then
-        return next row('warning', q.name, 'peek_delay_above_time_to_live',
-            format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
-            format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
-    end if;
-end;
+    select m.*
+    from unnest(hidden_ids) as hidden_id
+    cross join lateral (
+        select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1
+    ) m
+    where exists (
+        select from pgqueue.messages c
+        where pgqueue._is_in_queue(c, q.kind, q.name)
+            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
+    )
+    order by m.id limit 10
 $$;
-comment on function pgqueue._setting_findings(pgqueue.queues, timestamptz, bigint, bigint, interval, interval) is
-'The findings of doctor about settings of a queue, from the results of _examine_messages.';
+comment on function pgqueue._held_groups(pgqueue.queues, bigint[]) is
+'The hidden messages that later messages of their groups wait for.';
 
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -364,8 +281,10 @@ set enable_sort = off
 set jit = off
 as $$
 declare
+    s pgqueue.queue_stats;
     partition regclass;
     r record;
+    missing_counters text[];
     found_by_modules pgqueue.finding[];
 begin
     return query select f.* from pgqueue._ids_above_sequence(q) f;
@@ -373,29 +292,65 @@ begin
         return;
     end if;
     r := pgqueue._examine_messages(q, at);
+    s := pgqueue._stats(q, at);
     found_by_modules := array(select f from pgqueue._module_findings(q) f);
+    missing_counters := case when q.counters then pgqueue._missing_counters(q.name) else '{}' end;
+    partition := case when r.shortest is not null then pgqueue._partition_of(q) end;
     return query
     select f.* from pgqueue._id_findings(q, at) f
     union all
-    select f.* from pgqueue._claim_findings(q, at, r.lapsed, r.lapsed_at, r.claimed_since, r.hidden_ids) f
-    union all
     select f.* from pgqueue._clock_findings(q, at, r.ahead_until, r.delayed_until, r.seen_at) f
     union all
-    select f.* from pgqueue._setting_findings(q, at, r.grouped_id, r.ranked_id, r.shortest, peek_delay) f
+    select f.* from unnest(found_by_modules) f
     union all
-    select f.* from unnest(found_by_modules) f;
-    partition := case when r.shortest is not null then pgqueue._partition_of(q) end;
-    -- A room that needs another index reports that one instead.
-    if partition is not null and not pgqueue._has_index(partition, 'queue_name, expires_at')
-        and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)')
-        and not exists (select from unnest(found_by_modules) f where f.finding = 'missing_index')
-    then
-        return next row('warning', q.name, 'missing_index',
+    select f.severity, q.name, f.finding, f.detail, f.repair
+    from (values
+        (r.lapsed > 0 and q.paused_at is null, 'warning', 'stuck_claims',
+            format('%s expired, the first %s ago, and no consumer has claimed since',
+                pgqueue._with_number(r.lapsed, 'claim'), date_trunc('second', at - r.lapsed_at)),
+            'Start a consumer: any claim takes these messages over or removes them.'),
+        (r.claimed_since is not null, 'warning', 'long_claims',
+            format('messages are in flight, the first claimed and extended for %s: a handler may hang',
+                date_trunc('second', at - r.claimed_since)),
+            format(
+                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
+                ' -- restart that consumer; a handler_timeout prevents this', q.name)),
+        (missing_counters <> '{}', 'warning', 'missing_counter',
+            format('the queue has no sequence for these counters: %s; stats returns null for their totals', array_to_string(missing_counters, ', ')),
+            format('select pgqueue.alter_queue(%L);', q.name)),
+        (q.paused_at is not null, 'info', 'paused_queue',
+            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
+            format('select pgqueue.resume_queue(%L);', q.name)),
+        (s.dead_messages > 0, 'info', 'dead_messages',
+            pgqueue._with_number(s.dead_messages, 'dead letter'),
+            format('select * from pgqueue.browse_dead_messages(%L);', q.name)),
+        (r.grouped_id is not null, 'info', 'unused_group_keys',
+            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', r.grouped_id),
+            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name)),
+        (r.ranked_id is not null, 'info', 'unused_priorities',
+            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', r.ranked_id),
+            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name)),
+        (r.shortest < peek_delay, 'warning', 'peek_delay_above_time_to_live',
+            format('messages expire after as little as %s, but consumers poll every %s', r.shortest, peek_delay),
+            format('Let consumers poll more often than every %s.', r.shortest)),
+        -- A room that needs another index reports that one instead.
+        (partition is not null and not pgqueue._has_index(partition, 'queue_name, expires_at')
+            and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)')
+            and not exists (select from unnest(found_by_modules) f where f.finding = 'missing_index'),
+            'warning', 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', partition),
-            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;',
-                partition))::pgqueue.finding;
-    end if;
-    return query
+            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', partition))
+    ) as f (is_found, severity, finding, detail, repair)
+    where f.is_found
+    union all
+    select
+        'warning', q.name, 'held_group',
+        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+            m.visible_at),
+        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+            at, q.name, m.id)
+    from pgqueue._held_groups(q, r.hidden_ids) m
+    union all
     select
         'warning', q.name, 'long_writer',
         format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since',

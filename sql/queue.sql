@@ -53,88 +53,46 @@ comment on function pgqueue._check_visibility_timeout(interval) is
 
 create or replace function pgqueue._check_settings(q pgqueue.queues)
 returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    if q.visibility_timeout is null then
-        perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
-    end if;
-    perform pgqueue._check_visibility_timeout(q.visibility_timeout);
-    if q.max_attempts is null or q.max_attempts not between 1 and 100 and q.max_attempts <> 2147483647 then
-        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100, or 0 for no limit');
-    end if;
-    if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
-        perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
-    end if;
-    if q.backoff_base is null or not pgqueue._is_interval_between(q.backoff_base, '0', '30 days') then
-        perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
-    end if;
-    if q.backoff_max is null or not pgqueue._is_interval_between(q.backoff_max, '0', '30 days') then
-        perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
-    end if;
-    if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
-        perform pgqueue._raise_invalid('backoff_factor', q.backoff_factor::text, 'a number from 1 to 100');
-    end if;
-    if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
-        perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
-    end if;
-    if not pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days') then
-        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
-    end if;
-    if not pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days') then
-        perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
-            'an interval from 1 s to 10 years (3652.5 days), or null for never');
-    end if;
-    if pgqueue._is_interval_between(q.dedup_window, '0', '0') is not true
-        and pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days') is not true
-    then
-        perform pgqueue._raise_invalid('dedup_window', q.dedup_window::text,
-            'an interval from 1 s to 30 days, or 0 for as long as the message lives');
-    end if;
-    if q.group_limit not between 1 and 1000 then
-        perform pgqueue._raise_invalid('group_limit', q.group_limit::text,
-            'an integer from 1 to 1000, or null for a queue without groups');
-    end if;
-    if q.on_dead is null or q.on_dead not in ('skip', 'hold') then
-        perform pgqueue._raise_invalid('on_dead', q.on_dead, 'skip or hold');
-    end if;
-    if q.max_in_flight not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text, 'an integer from 1 to 10000, or null for no limit');
-    end if;
-    if q.rate_limit not between 1 and 1000000 then
-        perform pgqueue._raise_invalid('rate_limit', q.rate_limit::text, 'an integer from 1 to 1000000, or null for no limit');
-    end if;
-    if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
-        perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
-    end if;
-    if q.priorities is null then
-        perform pgqueue._raise_invalid('priorities', null, 'true or false');
-    end if;
-    if q.priorities and q.group_limit is not null then
-        perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
-    end if;
-    if q.counters is null then
-        perform pgqueue._raise_invalid('counters', null, 'true or false');
-    end if;
-    if q.dlq_enabled is null then
-        perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
-    end if;
-    if q.on_dead = 'hold' and not q.dlq_enabled then
-        perform pgqueue._raise_invalid('on_dead', 'hold',
-            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
-    end if;
-    if q.dead_letter_to is not null and not q.dlq_enabled then
-        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to, 'null while dlq_enabled is false: there are no dead letters');
-    end if;
-    if q.dead_letter_to is not null and q.on_dead = 'hold' then
-        perform pgqueue._raise_invalid('on_dead', 'hold',
-            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting');
-    end if;
-    if q.dead_letter_expired is null then
-        perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
-    end if;
-end;
+    select pgqueue._raise_invalid(s.name, s.given, s.expected)
+    from (values
+        ('visibility_timeout', q.visibility_timeout::text, pgqueue._is_interval_between(q.visibility_timeout, '1 s', '43200 s'),
+            'an interval from 1 second to 12 hours (43200 s)'),
+        ('max_attempts', q.max_attempts::text, q.max_attempts between 1 and 100 or q.max_attempts = 2147483647, 'an integer from 1 to 100, or 0 for no limit'),
+        ('max_payload_bytes', q.max_payload_bytes::text, q.max_payload_bytes between 1 and 104857600, 'an integer from 1 to 104857600 (100 MB)'),
+        ('backoff_base', q.backoff_base::text, pgqueue._is_interval_between(q.backoff_base, '0', '30 days'), 'an interval from 0 to 30 days'),
+        ('backoff_max', q.backoff_max::text, pgqueue._is_interval_between(q.backoff_max, '0', '30 days'), 'an interval from 0 to 30 days'),
+        ('backoff_factor', q.backoff_factor::text, q.backoff_factor between 1 and 100, 'a number from 1 to 100'),
+        ('backoff_jitter', q.backoff_jitter::text, q.backoff_jitter between 0 and 1, 'a number from 0 to 1'),
+        ('archive_for', q.archive_for::text, q.archive_for is null or pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days'),
+            'an interval from 1 day to 10 years (3652.5 days)'),
+        ('expires_after_idle', q.expires_after_idle::text,
+            q.expires_after_idle is null or pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days'),
+            'an interval from 1 s to 10 years (3652.5 days), or null for never'),
+        ('dedup_window', q.dedup_window::text,
+            pgqueue._is_interval_between(q.dedup_window, '0', '0') or pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days'),
+            'an interval from 1 s to 30 days, or 0 for as long as the message lives'),
+        ('group_limit', q.group_limit::text, q.group_limit is null or q.group_limit between 1 and 1000,
+            'an integer from 1 to 1000, or null for a queue without groups'),
+        ('on_dead', q.on_dead, q.on_dead in ('skip', 'hold'), 'skip or hold'),
+        ('max_in_flight', q.max_in_flight::text, q.max_in_flight is null or q.max_in_flight between 1 and 10000,
+            'an integer from 1 to 10000, or null for no limit'),
+        ('rate_limit', q.rate_limit::text, q.rate_limit is null or q.rate_limit between 1 and 1000000,
+            'an integer from 1 to 1000000, or null for no limit'),
+        ('rate_period', q.rate_period::text, pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day'), 'an interval from 1 ms to 1 day'),
+        ('priorities', null, q.priorities is not null, 'true or false'),
+        ('priorities', 'true', not q.priorities or q.group_limit is null, 'false for a queue with group_limit: its claims follow the groups'),
+        ('counters', null, q.counters is not null, 'true or false'),
+        ('dlq_enabled', null, q.dlq_enabled is not null, 'true or false'),
+        ('on_dead', 'hold', q.on_dead = 'skip' or q.dlq_enabled,
+            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting'),
+        ('dead_letter_to', q.dead_letter_to, q.dead_letter_to is null or q.dlq_enabled, 'null while dlq_enabled is false: there are no dead letters'),
+        ('on_dead', 'hold', q.on_dead = 'skip' or q.dead_letter_to is null,
+            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting'),
+        ('dead_letter_expired', null, q.dead_letter_expired is not null, 'true or false')
+    ) as s (name, given, is_valid, expected)
+    where s.is_valid is not true
 $$;
 comment on function pgqueue._check_settings(pgqueue.queues) is
 'Raises 22023 for the first setting of a queue that is out of bounds.';

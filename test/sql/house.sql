@@ -156,7 +156,7 @@ select is_empty($$ select f.signature from functions f join pg_proc p on p.oid =
         and not coalesce(f.proconfig, '{}') @> '{jit=off}' $$,
     'jit is off in every verb, every trigger function, and every function that disables plans');
 
-select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._matches_key(%' and (f.proname !~ '^_' or f.proname in ('_remove_all_messages', '_purge_messages'))
+select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._matches_key(%' and (f.proname !~ '^_' or f.proname = '_remove_messages')
     and not coalesce(f.proconfig, '{}') @> '{enable_seqscan=off,enable_bitmapscan=off}' $$,
     'verbs that look up messages by id disable sequential and bitmap scans, which compare each message with each id');
 
