@@ -388,39 +388,21 @@ comment on column pgqueue.access.queue_name is 'a queue or a pattern such as bil
 -- The names of queues in the arguments of the verbs. PostgreSQL evaluates the check of a domain with the rights of the
 -- role that calls, before the security definer function runs. access.sql adds the checks. No role has USAGE on the
 -- domains, so no role can store a value that was checked for another.
-create domain pgqueue.queue_of_producer as text;
-comment on domain pgqueue.queue_of_producer is
-'The name of a queue that the caller has producer access to.';
-create domain pgqueue.queue_of_consumer as text;
-comment on domain pgqueue.queue_of_consumer is
-'The name of a queue that the caller has consumer access to.';
-create domain pgqueue.queue_of_admin as text;
-comment on domain pgqueue.queue_of_admin is
-'The name of a queue that the caller has admin access to.';
-create domain pgqueue.queue_of_transport as text;
-comment on domain pgqueue.queue_of_transport is
-'The name of a queue that the caller has transport access to.';
-create domain pgqueue.queue_of_consumer_or_admin as text;
-comment on domain pgqueue.queue_of_consumer_or_admin is
-'The name of a queue that the caller has consumer or admin access to.';
-create domain pgqueue.queue_of_producer_or_admin as text;
-comment on domain pgqueue.queue_of_producer_or_admin is
-'The name of a queue that the caller has producer or admin access to.';
-create domain pgqueue.queue_of_admin_or_reader as text;
-comment on domain pgqueue.queue_of_admin_or_reader is
-'The name of a queue that the caller has admin or reader access to.';
-create domain pgqueue.queue_of_consumer_admin_or_reader as text;
-comment on domain pgqueue.queue_of_consumer_admin_or_reader is
-'The name of a queue that the caller has consumer, admin or reader access to.';
-create domain pgqueue.queue_of_producer_admin_or_raw as text;
-comment on domain pgqueue.queue_of_producer_admin_or_raw is
-'The name of a queue that the caller has producer, admin or raw access to.';
-create domain pgqueue.queue_of_any_access as text;
-comment on domain pgqueue.queue_of_any_access is
-'The name of a queue that the caller has any access but transport to.';
-create domain pgqueue.new_queue_of_admin as text;
-comment on domain pgqueue.new_queue_of_admin is
-'The name of a queue to create: the caller has admin access to queues of such names.';
+do $$
+declare
+    domain_name text;
+begin
+    foreach domain_name in array array[
+        'queue_of_producer', 'queue_of_consumer', 'queue_of_admin', 'queue_of_transport', 'queue_of_consumer_or_admin',
+        'queue_of_producer_or_admin', 'queue_of_admin_or_reader', 'queue_of_consumer_admin_or_reader',
+        'queue_of_producer_admin_or_raw', 'queue_of_any_access', 'new_queue_of_admin'
+    ] loop
+        execute format('create domain pgqueue.%I as text', domain_name);
+        execute format('comment on domain pgqueue.%I is %L', domain_name,
+            'The name of a queue. The caller needs an access that the name of the domain contains.');
+    end loop;
+end;
+$$;
 
 create domain pgqueue.caller as name
 constraint caller_is_current_user check (coalesce(value = current_user, false));
@@ -475,52 +457,11 @@ create table pgqueue.queues (
     end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
-    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint queues_visibility_timeout_is_bounded
-    check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
-    constraint queues_max_payload_bytes_is_bounded
-    check (max_payload_bytes between 1 and 104857600),
-    constraint queues_backoff_is_bounded check (
-        backoff_base between '0 s' and '30 days'
-        and backoff_max between '0 s' and '30 days'
-        and backoff_factor between 1 and 100
-        and backoff_jitter between 0 and 1
-    ),
-    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
-    constraint queues_group_limit_is_bounded
-    check (group_limit between 1 and 1000),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
-    constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
-    constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
-    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$')
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
-comment on column pgqueue.queues.archive_for is
-'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
-comment on column pgqueue.queues.expires_after_idle is
-'The time after which an empty queue that is not used is dropped; null: never.';
-comment on column pgqueue.queues.dedup_window is
-'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
-comment on column pgqueue.queues.group_limit is
-'How many messages of a group may be in flight at a time; null: the queue has no groups.';
-comment on column pgqueue.queues.on_dead is
-'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
-comment on column pgqueue.queues.max_in_flight is
-'How many messages may be in flight at a time; null: any number.';
-comment on column pgqueue.queues.rate_limit is
-'How many messages claims and receives may take in each rate_period; null: any number.';
-comment on column pgqueue.queues.priorities is
-'Whether messages with a higher priority are claimed first.';
-comment on column pgqueue.queues.counters is
-'Whether the queue has sequences that count its messages.';
-comment on column pgqueue.queues.dead_letter_to is
-'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
@@ -735,10 +676,6 @@ comment on table pgqueue.archived_messages is
 -- The table has no key. With replica identity full, a publication that includes it still accepts updates and deletes.
 -- The same holds for the other tables below that have no key.
 alter table pgqueue.archived_messages replica identity full;
-comment on column pgqueue.archived_messages.claimed_at is
-'When the acknowledged claim was made; null if the message was received.';
-comment on column pgqueue.archived_messages.finished_at is
-'When the message was acknowledged, by the wall clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
 alter table pgqueue.unfiled_messages replica identity full;
@@ -786,8 +723,6 @@ comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
 letters of groups that were redriven, which return to messages under their old ids, and messages that another
 transaction held when a sweep passed them.';
-comment on column pgqueue.requeued_messages.check_at is
-'When the message was recorded.';
 comment on column pgqueue.requeued_messages.held is
 'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
 
@@ -806,10 +741,6 @@ a day or 30 days, whichever the window of the queue fits into. Three tables for 
 when their period has ended.';
 comment on column pgqueue.dedup_keys.slice is
 'The number of the table: 0 to 2 for periods of an hour, 3 to 5 for days, 6 to 8 for 30 days.';
-comment on column pgqueue.dedup_keys.queue_id is
-'The number of the queue. A new queue with the name of a dropped one has another number, so its keys are free.';
-comment on column pgqueue.dedup_keys.period is
-'The number of the period, counted from 1970.';
 do $$
 begin
     for n in 0..8 loop
@@ -881,10 +812,6 @@ create table pgqueue.streams (
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
-comment on column pgqueue.streams.epoch is
-'The number of the latest stream_open. Calls with a lower number are fenced: they raise an error.';
-comment on column pgqueue.streams.acked_seq is
-'The number of the batch acknowledged last; 0 before the first. The open batch has the next number.';
 comment on column pgqueue.streams.ids is
 'The messages of the open batch, in order. The array is never changed, as the partitions of the batch are slices of
 it.';
@@ -943,8 +870,6 @@ comment on column pgqueue.staged_messages.messages is
 not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
 'The size of the largest payload (as JSON text) or body, in bytes.';
-comment on column pgqueue.staged_messages.dedup_keys is
-'Null if no message of the row has a key.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -980,8 +905,6 @@ published message.';
 comment on column pgqueue.subscriptions.endpoint is
 'The owner of the subscription: an endpoint of a transport, or the queue that subscribe was called for, with the prefix
 pgqueue:.';
-comment on column pgqueue.subscriptions.queue_address is
-'The address by which a transport knows the queue.';
 
 create table pgqueue.schedules (
     name text collate "C" not null,
@@ -999,8 +922,6 @@ create table pgqueue.schedules (
 );
 comment on table pgqueue.schedules is
 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
-comment on column pgqueue.schedules.catch_up is
-'Whether the message of a tick is still delivered after the next tick.';
 comment on column pgqueue.schedules.next_id is
 'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
 comment on column pgqueue.schedules.last_at is
@@ -1020,12 +941,8 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.seq_register is
-'The sequence from which transport_seq is taken.';
 comment on column pgqueue.transports.head is
 'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
-comment on column pgqueue.transports.next_at is
-'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
@@ -1053,10 +970,6 @@ create table pgqueue.results (
 create index results_expires_at on pgqueue.results (expires_at);
 comment on table pgqueue.results is
 'The results of messages: what a consumer wrote about each. Columns as in pgqueue.result.';
-comment on column pgqueue.results.id is
-'The id of the message, which is gone once the result is finished.';
-comment on column pgqueue.results.expires_in is
-'How long the result stays after its end.';
 
 create sequence pgqueue.next_maintenance_at;
 comment on sequence pgqueue.next_maintenance_at is
@@ -1128,9 +1041,6 @@ begin
         hint = format('%s must be %s.', argument, expected);
 end;
 $$;
-comment on function pgqueue._raise_invalid(text, text, text) is
-'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
-valid.';
 
 create function pgqueue._raise_queue_not_found(
     queue_name text, role_name name default null, accesses text[] default null
@@ -1169,8 +1079,6 @@ begin
                 else '' end;
 end;
 $$;
-comment on function pgqueue._raise_queue_exists(text) is
-'Raises PQ002 queue_exists.';
 
 create function pgqueue._raise_payload_too_large(
     queue_name text, argument text, bytes bigint, limit_bytes bigint
@@ -1190,8 +1098,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._raise_payload_too_large(text, text, bigint, bigint) is
-'Raises PQ003 payload_too_large.';
 
 create function pgqueue._raise_queue_busy(queue_name text, verb text)
 returns void
@@ -1205,8 +1111,6 @@ begin
         hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
 end;
 $$;
-comment on function pgqueue._raise_queue_busy(text, text) is
-'Raises PQ004 queue_busy.';
 
 create function pgqueue._raise_stale_snapshot(object text)
 returns void
@@ -1240,8 +1144,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._raise_role_not_found(name) is
-'Raises 42704: the role does not exist.';
 
 create function pgqueue._raise_not_allowed(role_name name, action text, object text)
 returns void
@@ -1258,8 +1160,8 @@ $$;
 comment on function pgqueue._raise_not_allowed(name, text, text) is
 'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
--- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of roles,
--- and dumps them. The checks of the domains in types.sql are made here.
+-- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
+-- roles, and dumps them. The checks of the domains in types.sql are made here.
 
 create function pgqueue._is_name(name text)
 returns boolean
@@ -1279,8 +1181,6 @@ as $$
     ) as p (access, privilege)
     where p.access = any (accesses)
 $$;
-comment on function pgqueue._privileges_of(text[]) is
-'The privileges on the views of access that stand for kinds of access.';
 
 create function pgqueue._access_view(name_or_pattern text)
 returns text
@@ -1339,8 +1239,8 @@ begin
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains: raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501,
-unless the caller may use the queue.';
+'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
+if the queue would be created, 42501.';
 
 create function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -1353,8 +1253,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require_admin_of_all(name, text) is
-'Raises 42501 unless the role has admin access to all queues.';
 
 do $$
 declare
@@ -1377,8 +1275,8 @@ begin
         ) as c (name, accesses)
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
-        -- The looks at the views of the queue and of the shortest patterns are written out, because a call of a function
-        -- costs several of them. to_regclass truncates the name of the view as _access_view does.
+        -- The looks at the views of the queue and of the shortest patterns are written out: a call of a function costs
+        -- several of them. to_regclass truncates the name of the view as _access_view does.
         execute format(
             'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
             'has_table_privilege(''pgqueue.access_any''::regclass, %2$L)%3$s or pgqueue._may_or_raise(value, %2$L, %4$L))',
@@ -1681,9 +1579,6 @@ as $$
         ) * (1 - q.backoff_jitter * random())
     )
 $$;
-comment on function pgqueue._backoff(pgqueue.queues, int) is
-'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
-to backoff_jitter.';
 -- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off and force generic
 -- plans, and write `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name,
 -- k.names, k.ids, k.id)`. Both are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds
@@ -1919,8 +1814,6 @@ begin
     perform pgqueue._raise_queue_not_found(queue_name);
 end;
 $$;
-comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 if the queue exists but was created after the snapshot of the transaction.';
 
 create function pgqueue._require_current_snapshot(object text)
 returns void
@@ -1994,9 +1887,8 @@ begin
 end;
 $$;
 comment on function pgqueue._require_untruncated(regclass[]) is
-'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
-tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
-first and takes its snapshot second.';
+'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
+every statement locks its tables first and takes its snapshot second.';
 
 create function pgqueue._require_untruncated_messages()
 returns void
@@ -2053,8 +1945,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._get_unlocked_queue(text) is
-'Returns the row of the queue without a lock and without waiting, for callers that only read. Raises PQ001.';
 
 create function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
@@ -2088,14 +1978,12 @@ as $$
     )
 $$;
 comment on function pgqueue._dumping_processes() is
-'The processes that dump this database. A prepared transaction that has read pg_extension counts, too, as null.';
+'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
 create function pgqueue._is_dump_running()
 returns boolean
 language sql volatile
 as $$ select pgqueue._dumping_processes() <> '{}' $$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
 -- The kinds of queues. The queues of a kind share a partition of messages, which has the indexes that they need. A
 -- dedicated queue has a partition of its own.
 
@@ -2836,8 +2724,6 @@ as $$
         q.counters, q.dead_letter_to
     )::pgqueue.queue
 $$;
-comment on function pgqueue._public_queue(pgqueue.queues) is
-'The row of a queue without the internal columns.';
 
 create function pgqueue._stored_max_attempts(max_attempts int)
 returns int
@@ -2871,8 +2757,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_visibility_timeout(interval) is
-'Raises 22023 unless visibility_timeout is null or from 1 s to 43200 s.';
 
 create function pgqueue._check_settings(q pgqueue.queues)
 returns void
@@ -2917,8 +2801,6 @@ as $$
     ) as s (name, given, is_valid, expected)
     where s.is_valid is not true
 $$;
-comment on function pgqueue._check_settings(pgqueue.queues) is
-'Raises 22023 for the first setting of a queue that is out of bounds.';
 
 create function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean)
 returns pgqueue.queues
@@ -3331,7 +3213,8 @@ set jit = off
 as $$
 declare
     -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
-    first_id constant bigint := case when dropping then -9223372036854775808 else pgqueue._first_id_of(q.name) end;
+    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     source refcursor;
     slice record;
     removed bigint := 0;
@@ -3429,8 +3312,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -8704,8 +8585,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_page(int, bigint) is
-'Raises 22023 if max_messages or after_id is out of bounds.';
 -- Reports the depth of queues at a bounded cost: up to 10,000 messages are counted; more are estimated from samples at
 -- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
 -- depth is counted beyond 300 messages.
@@ -8734,8 +8613,6 @@ as $$
         t.below_id - t.from_id
     from strata t
 $$;
-comment on function pgqueue._sample_ranges(int8multirange) is
-'Ranges of ids to read, and the number of ids for which each range stands.';
 
 create function pgqueue._sample_weight(
     n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
@@ -8891,8 +8768,7 @@ begin
 end;
 $$;
 comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
-'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond. More than 20,000 rows
-of requeued_messages are not read.';
+'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond.';
 
 create function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
@@ -8917,8 +8793,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._other_ids(text, boolean, bigint, bigint, int) is
-'The first ids of a queue in dead_messages or scheduled_messages, from from_id to below_id, up to wanted.';
 
 create function pgqueue._count_others(
     queue_name text, are_dead boolean, out messages bigint, out estimated boolean
@@ -9036,8 +8910,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._stats_and_record(pgqueue.queues, timestamptz) is
-'The statistics of one queue. If they took many pages of removed rows, the next call skips those.';
 
 create function pgqueue._add_totals(s pgqueue.queue_stats)
 returns pgqueue.queue_stats
@@ -9056,7 +8928,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_totals(pgqueue.queue_stats) is
-'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
+'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
@@ -9269,8 +9141,6 @@ as $$
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
-comment on function pgqueue._has_index(regclass, text) is
-'Whether a table has a valid index whose definition begins with these keys.';
 
 create function pgqueue._ids_above_sequence(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -9317,7 +9187,7 @@ begin
 end;
 $$;
 comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
-'The finding that a queue has ids which the sequence has not reached. The other findings would then be wrong.';
+'With such ids the other findings would be wrong.';
 
 create function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
 returns setof pgqueue.finding
@@ -9363,8 +9233,6 @@ begin
     ) m;
 end;
 $$;
-comment on function pgqueue._id_findings(pgqueue.queues, timestamptz) is
-'The findings of doctor about messages with an id or a kind that plain SQL has set.';
 
 create function pgqueue._examine_messages(
     q pgqueue.queues, at timestamptz,
@@ -9436,11 +9304,11 @@ begin
 end;
 $$;
 comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
-'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show: how many claims have
-ended for over a minute, and when the first one did; the shortest time to live; until when claims and delays last that
-were made while the clock was ahead; the start of the longest claim; messages that are hidden for longer than
-backoff_max with group_limit 1; the last time that the clock has shown; the first messages with a group and with a
-priority that have no effect.';
+'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
+claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until: until when claims
+and delays last that were made while the clock was ahead. seen_at: the last time that the clock has shown. hidden_ids:
+messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first messages with a group
+and with a priority that have no effect.';
 
 create function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
@@ -9506,9 +9374,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._clock_findings(pgqueue.queues, timestamptz, timestamptz, timestamptz, timestamptz) is
-'The findings of doctor about messages that wait too long because the clock was ahead, from the results of
-_examine_messages.';
 
 create function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
 returns setof pgqueue.messages
@@ -9618,8 +9483,6 @@ begin
     where w.queue_name = q.name and at - w.bound_at > interval '1 min' and w.writers && pgqueue._running_writers();
 end;
 $$;
-comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
-'The findings of doctor about one queue.';
 -- Finds problems, and for each the statement that repairs it. findings.sql has those of one queue.
 
 create function pgqueue.version()
@@ -9693,8 +9556,6 @@ exception when lock_not_available then
     return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
 end;
 $$;
-comment on function pgqueue._space_used() is
-'What all tables but the archive occupy, with indexes and toast, and their dead rows by the statistics, as text.';
 
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -9740,8 +9601,7 @@ begin
 end;
 $$;
 comment on function pgqueue._orphaned_messages() is
-'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
-drop_queue.';
+'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create function pgqueue._server_findings()
 returns setof pgqueue.finding
@@ -9798,8 +9658,6 @@ begin
     ) c;
 end;
 $$;
-comment on function pgqueue._server_findings() is
-'What is wrong with the settings of the server, and what keeps vacuum from its work.';
 
 create function pgqueue._installation_findings()
 returns setof pgqueue.finding
@@ -9880,8 +9738,6 @@ begin
     return query select f.* from pgqueue._module_findings() f;
 end;
 $$;
-comment on function pgqueue._installation_findings() is
-'The findings of doctor about what belongs to no queue, and about the names of queues that do not exist.';
 
 create function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
 returns setof pgqueue.finding
@@ -10029,8 +9885,6 @@ as $$
     where l.queue_name is null
     having count(*) > 0
 $$;
-comment on function pgqueue._findings_of_leftovers(pgqueue.queues) is
-'The findings of doctor about relations that belong to no queue.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -12377,8 +12231,6 @@ begin
         'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
 end;
 $$;
-comment on function pgqueue._refuse_cron(text, text) is
-'Raises 22023 for a cron expression. The hint says what is wrong with it.';
 
 create function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
@@ -12581,8 +12433,6 @@ begin
     return canonical;
 end;
 $$;
-comment on function pgqueue._canonical_time_zone(text) is
-'The name of a region as pg_timezone_names spells it, or UTC. Raises 22023 for other names.';
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
@@ -12599,8 +12449,6 @@ begin
         hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
 end;
 $$;
-comment on function pgqueue._raise_schedule_not_found(text) is
-'Raises PQ011 schedule_not_found.';
 
 create function pgqueue._raise_schedule_exists(name text)
 returns void
@@ -12614,8 +12462,6 @@ begin
         hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
 end;
 $$;
-comment on function pgqueue._raise_schedule_exists(text) is
-'Raises PQ012 schedule_exists.';
 
 create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
 returns jsonb
@@ -12625,8 +12471,6 @@ as $$
         'pgqueue.schedule', s.name,
         'pgqueue.scheduled_for', to_char(tick at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
 $$;
-comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
-'The headers of the message of a tick.';
 
 create function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
 returns void
@@ -12790,9 +12634,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._check_schedule(pgqueue.schedules) is
-'Locks the queue and checks the settings of a schedule; returns them with the canonical name of the time zone. Raises
-22023, PQ001, PQ003.';
 
 create function pgqueue.create_schedule(
     name text,
@@ -12993,7 +12834,7 @@ as $$
     delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
-'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
+'The messages of their next ticks would become dead letters.';
 
 create function pgqueue._findings_of_schedules(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -13028,8 +12869,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
-'The findings of doctor about schedules that have stopped.';
 
 create function pgqueue._on_housekeeping_due_schedules(at timestamptz)
 returns void
@@ -13067,8 +12906,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
-'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
-trigger was disabled, for up to 100 schedules.';
+'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
 create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
@@ -14091,8 +13929,6 @@ create function pgqueue._contract_comment()
 returns text
 language sql immutable parallel safe
 as $$ select 'A table of pgqueue, for plain SQL.' $$;
-comment on function pgqueue._contract_comment() is
-'Returns the comment that marks the views of expose_contract, and the schemas that it created.';
 
 create function pgqueue._check_contract_schema(schema_name text)
 returns void
@@ -14108,8 +13944,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_contract_schema(text) is
-'Raises 22023 for a schema that cannot hold the views of expose_contract.';
 
 create function pgqueue._contract_views(schema_name text)
 returns setof pg_catalog.pg_class
@@ -14120,8 +13954,6 @@ as $$
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
         and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
 $$;
-comment on function pgqueue._contract_views(text) is
-'The views that expose_contract created in a schema.';
 
 create function pgqueue._create_contract(schema_name text, for_role name)
 returns boolean
@@ -14163,9 +13995,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._create_contract(text, name) is
-'Creates the views that a schema lacks for a role, and the schema if it does not exist; returns false if nothing was
-missing. Raises 42501.';
 
 create function pgqueue.expose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
@@ -14219,9 +14048,6 @@ exception when dependent_objects_still_exist then
     return true;
 end;
 $$;
-comment on function pgqueue._drop_contract(text) is
-'Drops the views that expose_contract created in a schema, and the schema if expose_contract created it and nothing else
-is in it; returns false if there is no such view.';
 
 create function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
@@ -15085,8 +14911,8 @@ end;
 $$;
 comment on function pgqueue._findings_of_compact(pgqueue.queues) is
 'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
--- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The privileges
--- on the views access_* of access.sql are the only record of the access of a role.
+-- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
+-- privileges on the views access_* of access.sql are the only record of the access of a role.
 
 create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -15125,11 +14951,18 @@ create function pgqueue._access_privileges()
 returns table (object text, privileges text, accesses text[], for_all boolean)
 language sql stable
 as $$
-    select 'function pgqueue.' || m.verb, 'execute', m.allowed_to, false from pgqueue._access_matrix() m
-    union all
-    select 'function pgqueue.' || f, 'execute', '{producer,consumer,admin,reader,raw,transport}', false
-    -- The checks of the domains call these.
-    from unnest('{_may_or_raise,_may_use,_is_name,_access_view,_privileges_of,_raise_not_allowed,_raise_queue_not_found}'::text[]) as f
+    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
+    from (
+        select m.verb, m.allowed_to from pgqueue._access_matrix() m
+        union all
+        -- The checks of the domains call these.
+        select c, '{producer,consumer,admin,reader,raw,transport}'
+        from unnest(array[
+            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
+            '_raise_queue_not_found'
+        ]) as c
+    ) f (name, accesses)
+    join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
     union all
     select t.object, t.privileges, t.accesses, t.for_all
     from (values
@@ -15214,8 +15047,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._apply_access(name, text, boolean) is
-'Grants to a role the privileges of a kind of access.';
 
 create function pgqueue._serialize_grants()
 returns void
@@ -15475,10 +15306,6 @@ as $$
     ) n
     group by n.grantee
 $$;
-comment on function pgqueue._findings_of_grants(pgqueue.queues) is
-'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
-by hand, and about those on the relation of a transport that belong to no access. Such functions find no queue, and such
-tables show all queues. A grant on access_* is the access that it records.';
 
 revoke all on all functions in schema pgqueue from public;
 

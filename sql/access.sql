@@ -1,6 +1,6 @@
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
--- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of roles,
--- and dumps them. The checks of the domains in types.sql are made here.
+-- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
+-- roles, and dumps them. The checks of the domains in types.sql are made here.
 
 create or replace function pgqueue._is_name(name text)
 returns boolean
@@ -20,8 +20,6 @@ as $$
     ) as p (access, privilege)
     where p.access = any (accesses)
 $$;
-comment on function pgqueue._privileges_of(text[]) is
-'The privileges on the views of access that stand for kinds of access.';
 
 create or replace function pgqueue._access_view(name_or_pattern text)
 returns text
@@ -80,8 +78,8 @@ begin
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains: raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501,
-unless the caller may use the queue.';
+'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
+if the queue would be created, 42501.';
 
 create or replace function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -94,8 +92,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require_admin_of_all(name, text) is
-'Raises 42501 unless the role has admin access to all queues.';
 
 do $$
 declare
@@ -118,8 +114,8 @@ begin
         ) as c (name, accesses)
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
-        -- The looks at the views of the queue and of the shortest patterns are written out, because a call of a function
-        -- costs several of them. to_regclass truncates the name of the view as _access_view does.
+        -- The looks at the views of the queue and of the shortest patterns are written out: a call of a function costs
+        -- several of them. to_regclass truncates the name of the view as _access_view does.
         execute format(
             'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
             'has_table_privilege(''pgqueue.access_any''::regclass, %2$L)%3$s or pgqueue._may_or_raise(value, %2$L, %4$L))',

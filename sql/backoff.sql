@@ -11,6 +11,3 @@ as $$
         ) * (1 - q.backoff_jitter * random())
     )
 $$;
-comment on function pgqueue._backoff(pgqueue.queues, int) is
-'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
-to backoff_jitter.';

@@ -140,5 +140,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_page(int, bigint) is
-'Raises 22023 if max_messages or after_id is out of bounds.';

@@ -6,8 +6,6 @@ create or replace function pgqueue._contract_comment()
 returns text
 language sql immutable parallel safe
 as $$ select 'A table of pgqueue, for plain SQL.' $$;
-comment on function pgqueue._contract_comment() is
-'Returns the comment that marks the views of expose_contract, and the schemas that it created.';
 
 create or replace function pgqueue._check_contract_schema(schema_name text)
 returns void
@@ -23,8 +21,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_contract_schema(text) is
-'Raises 22023 for a schema that cannot hold the views of expose_contract.';
 
 create or replace function pgqueue._contract_views(schema_name text)
 returns setof pg_catalog.pg_class
@@ -35,8 +31,6 @@ as $$
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
         and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
 $$;
-comment on function pgqueue._contract_views(text) is
-'The views that expose_contract created in a schema.';
 
 create or replace function pgqueue._create_contract(schema_name text, for_role name)
 returns boolean
@@ -78,9 +72,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._create_contract(text, name) is
-'Creates the views that a schema lacks for a role, and the schema if it does not exist; returns false if nothing was
-missing. Raises 42501.';
 
 create or replace function pgqueue.expose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
@@ -134,9 +125,6 @@ exception when dependent_objects_still_exist then
     return true;
 end;
 $$;
-comment on function pgqueue._drop_contract(text) is
-'Drops the views that expose_contract created in a schema, and the schema if expose_contract created it and nothing else
-is in it; returns false if there is no such view.';
 
 create or replace function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user

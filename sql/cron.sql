@@ -11,8 +11,6 @@ begin
         'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
 end;
 $$;
-comment on function pgqueue._refuse_cron(text, text) is
-'Raises 22023 for a cron expression. The hint says what is wrong with it.';
 
 create or replace function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
@@ -215,5 +213,3 @@ begin
     return canonical;
 end;
 $$;
-comment on function pgqueue._canonical_time_zone(text) is
-'The name of a region as pg_timezone_names spells it, or UTC. Raises 22023 for other names.';

@@ -71,8 +71,6 @@ exception when lock_not_available then
     return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
 end;
 $$;
-comment on function pgqueue._space_used() is
-'What all tables but the archive occupy, with indexes and toast, and their dead rows by the statistics, as text.';
 
 create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -118,8 +116,7 @@ begin
 end;
 $$;
 comment on function pgqueue._orphaned_messages() is
-'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
-drop_queue.';
+'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create or replace function pgqueue._server_findings()
 returns setof pgqueue.finding
@@ -176,8 +173,6 @@ begin
     ) c;
 end;
 $$;
-comment on function pgqueue._server_findings() is
-'What is wrong with the settings of the server, and what keeps vacuum from its work.';
 
 create or replace function pgqueue._installation_findings()
 returns setof pgqueue.finding
@@ -258,8 +253,6 @@ begin
     return query select f.* from pgqueue._module_findings() f;
 end;
 $$;
-comment on function pgqueue._installation_findings() is
-'The findings of doctor about what belongs to no queue, and about the names of queues that do not exist.';
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
 returns setof pgqueue.finding

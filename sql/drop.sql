@@ -42,7 +42,8 @@ set jit = off
 as $$
 declare
     -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
-    first_id constant bigint := case when dropping then -9223372036854775808 else pgqueue._first_id_of(q.name) end;
+    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     source refcursor;
     slice record;
     removed bigint := 0;
@@ -140,8 +141,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint

@@ -1,32 +1,25 @@
 -- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
 -- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
-select pg_extension_config_dump('pgqueue.queue_id', '');
-select pg_extension_config_dump('pgqueue.message_id', '');
-select pg_extension_config_dump('pgqueue.messages', '');
-select pg_extension_config_dump('pgqueue.archived_messages', '');
-select pg_extension_config_dump('pgqueue.unfiled_messages', '');
-select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
-select pg_extension_config_dump('pgqueue.next_maintenance_at', '');
-select pg_extension_config_dump('pgqueue.archive_clock', '');
-select pg_extension_config_dump('pgqueue.archive_promises', '');
-select pg_extension_config_dump('pgqueue.subscriptions', '');
-select pg_extension_config_dump('pgqueue.schedules', '');
-select pg_extension_config_dump('pgqueue.results', '');
-select pg_extension_config_dump('pgqueue.dedup_keys', '');
-select pg_extension_config_dump('pgqueue.transports', '');
--- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
-select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
-select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
-select pg_extension_config_dump('pgqueue.compactions', 'where false');
--- A compaction of a table between the snapshot of a dump and the lock of that table would leave its messages out of the
--- dump. The condition lets such a dump fail: pg_class shows the file of each table as of the snapshot,
--- pg_relation_filenode shows the current one. pg_dump locks a member of an extension only when it copies it, so each
--- table has the condition. It contains only built-in functions, as the role that dumps may call no other. The text
--- becomes the error, because it is no boolean.
 do $$
 declare
     name text;
 begin
+    foreach name in array array[
+        'queue_id', 'message_id', 'messages', 'archived_messages', 'unfiled_messages', 'next_housekeeping_at',
+        'next_maintenance_at', 'archive_clock', 'archive_promises', 'subscriptions', 'schedules', 'results',
+        'dedup_keys', 'transports'
+    ] loop
+        perform pg_extension_config_dump(format('pgqueue.%I', name), '');
+    end loop;
+    -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
+    foreach name in array array['staged_attempts', 'staged_messages', 'compactions'] loop
+        perform pg_extension_config_dump(format('pgqueue.%I', name), 'where false');
+    end loop;
+    -- A compaction of a table between the snapshot of a dump and the lock of that table would leave its messages out
+    -- of the dump. The condition lets such a dump fail: pg_class shows the file of each table as of the snapshot,
+    -- pg_relation_filenode shows the current one. pg_dump locks a member of an extension only when it copies it, so
+    -- each table has the condition. It contains only built-in functions, as the role that dumps may call no other. The
+    -- text becomes the error, because it is no boolean.
     foreach name in array array[
         'queues', 'messages_shared', 'messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited',
         'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',

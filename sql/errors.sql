@@ -32,9 +32,6 @@ begin
         hint = format('%s must be %s.', argument, expected);
 end;
 $$;
-comment on function pgqueue._raise_invalid(text, text, text) is
-'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
-valid.';
 
 create or replace function pgqueue._raise_queue_not_found(
     queue_name text, role_name name default null, accesses text[] default null
@@ -73,8 +70,6 @@ begin
                 else '' end;
 end;
 $$;
-comment on function pgqueue._raise_queue_exists(text) is
-'Raises PQ002 queue_exists.';
 
 create or replace function pgqueue._raise_payload_too_large(
     queue_name text, argument text, bytes bigint, limit_bytes bigint
@@ -94,8 +89,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._raise_payload_too_large(text, text, bigint, bigint) is
-'Raises PQ003 payload_too_large.';
 
 create or replace function pgqueue._raise_queue_busy(queue_name text, verb text)
 returns void
@@ -109,8 +102,6 @@ begin
         hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
 end;
 $$;
-comment on function pgqueue._raise_queue_busy(text, text) is
-'Raises PQ004 queue_busy.';
 
 create or replace function pgqueue._raise_stale_snapshot(object text)
 returns void
@@ -144,8 +135,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._raise_role_not_found(name) is
-'Raises 42704: the role does not exist.';
 
 create or replace function pgqueue._raise_not_allowed(role_name name, action text, object text)
 returns void

@@ -11,8 +11,6 @@ as $$
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
-comment on function pgqueue._has_index(regclass, text) is
-'Whether a table has a valid index whose definition begins with these keys.';
 
 create or replace function pgqueue._ids_above_sequence(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -59,7 +57,7 @@ begin
 end;
 $$;
 comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
-'The finding that a queue has ids which the sequence has not reached. The other findings would then be wrong.';
+'With such ids the other findings would be wrong.';
 
 create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
 returns setof pgqueue.finding
@@ -105,8 +103,6 @@ begin
     ) m;
 end;
 $$;
-comment on function pgqueue._id_findings(pgqueue.queues, timestamptz) is
-'The findings of doctor about messages with an id or a kind that plain SQL has set.';
 
 create or replace function pgqueue._examine_messages(
     q pgqueue.queues, at timestamptz,
@@ -178,11 +174,11 @@ begin
 end;
 $$;
 comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
-'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show: how many claims have
-ended for over a minute, and when the first one did; the shortest time to live; until when claims and delays last that
-were made while the clock was ahead; the start of the longest claim; messages that are hidden for longer than
-backoff_max with group_limit 1; the last time that the clock has shown; the first messages with a group and with a
-priority that have no effect.';
+'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
+claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until: until when claims
+and delays last that were made while the clock was ahead. seen_at: the last time that the clock has shown. hidden_ids:
+messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first messages with a group
+and with a priority that have no effect.';
 
 create or replace function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
@@ -248,9 +244,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._clock_findings(pgqueue.queues, timestamptz, timestamptz, timestamptz, timestamptz) is
-'The findings of doctor about messages that wait too long because the clock was ahead, from the results of
-_examine_messages.';
 
 create or replace function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
 returns setof pgqueue.messages
@@ -360,5 +353,3 @@ begin
     where w.queue_name = q.name and at - w.bound_at > interval '1 min' and w.writers && pgqueue._running_writers();
 end;
 $$;
-comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
-'The findings of doctor about one queue.';

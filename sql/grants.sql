@@ -1,5 +1,5 @@
--- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The privileges
--- on the views access_* of access.sql are the only record of the access of a role.
+-- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
+-- privileges on the views access_* of access.sql are the only record of the access of a role.
 
 create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -38,11 +38,18 @@ create or replace function pgqueue._access_privileges()
 returns table (object text, privileges text, accesses text[], for_all boolean)
 language sql stable
 as $$
-    select 'function pgqueue.' || m.verb, 'execute', m.allowed_to, false from pgqueue._access_matrix() m
-    union all
-    select 'function pgqueue.' || f, 'execute', '{producer,consumer,admin,reader,raw,transport}', false
-    -- The checks of the domains call these.
-    from unnest('{_may_or_raise,_may_use,_is_name,_access_view,_privileges_of,_raise_not_allowed,_raise_queue_not_found}'::text[]) as f
+    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
+    from (
+        select m.verb, m.allowed_to from pgqueue._access_matrix() m
+        union all
+        -- The checks of the domains call these.
+        select c, '{producer,consumer,admin,reader,raw,transport}'
+        from unnest(array[
+            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
+            '_raise_queue_not_found'
+        ]) as c
+    ) f (name, accesses)
+    join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
     union all
     select t.object, t.privileges, t.accesses, t.for_all
     from (values
@@ -127,8 +134,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._apply_access(name, text, boolean) is
-'Grants to a role the privileges of a kind of access.';
 
 create or replace function pgqueue._serialize_grants()
 returns void
@@ -388,10 +393,6 @@ as $$
     ) n
     group by n.grantee
 $$;
-comment on function pgqueue._findings_of_grants(pgqueue.queues) is
-'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
-by hand, and about those on the relation of a transport that belong to no access. Such functions find no queue, and such
-tables show all queues. A grant on access_* is the access that it records.';
 
 revoke all on all functions in schema pgqueue from public;
 

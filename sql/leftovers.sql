@@ -85,5 +85,3 @@ as $$
     where l.queue_name is null
     having count(*) > 0
 $$;
-comment on function pgqueue._findings_of_leftovers(pgqueue.queues) is
-'The findings of doctor about relations that belong to no queue.';

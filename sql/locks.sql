@@ -43,8 +43,6 @@ begin
     perform pgqueue._raise_queue_not_found(queue_name);
 end;
 $$;
-comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 if the queue exists but was created after the snapshot of the transaction.';
 
 create or replace function pgqueue._require_current_snapshot(object text)
 returns void
@@ -118,9 +116,8 @@ begin
 end;
 $$;
 comment on function pgqueue._require_untruncated(regclass[]) is
-'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
-tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
-first and takes its snapshot second.';
+'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
+every statement locks its tables first and takes its snapshot second.';
 
 create or replace function pgqueue._require_untruncated_messages()
 returns void
@@ -177,8 +174,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._get_unlocked_queue(text) is
-'Returns the row of the queue without a lock and without waiting, for callers that only read. Raises PQ001.';
 
 create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
@@ -212,11 +207,9 @@ as $$
     )
 $$;
 comment on function pgqueue._dumping_processes() is
-'The processes that dump this database. A prepared transaction that has read pg_extension counts, too, as null.';
+'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
 create or replace function pgqueue._is_dump_running()
 returns boolean
 language sql volatile
 as $$ select pgqueue._dumping_processes() <> '{}' $$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';

@@ -13,8 +13,6 @@ as $$
         q.counters, q.dead_letter_to
     )::pgqueue.queue
 $$;
-comment on function pgqueue._public_queue(pgqueue.queues) is
-'The row of a queue without the internal columns.';
 
 create or replace function pgqueue._stored_max_attempts(max_attempts int)
 returns int
@@ -48,8 +46,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_visibility_timeout(interval) is
-'Raises 22023 unless visibility_timeout is null or from 1 s to 43200 s.';
 
 create or replace function pgqueue._check_settings(q pgqueue.queues)
 returns void
@@ -94,8 +90,6 @@ as $$
     ) as s (name, given, is_valid, expected)
     where s.is_valid is not true
 $$;
-comment on function pgqueue._check_settings(pgqueue.queues) is
-'Raises 22023 for the first setting of a queue that is out of bounds.';
 
 create or replace function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean)
 returns pgqueue.queues

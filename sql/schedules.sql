@@ -14,8 +14,6 @@ begin
         hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
 end;
 $$;
-comment on function pgqueue._raise_schedule_not_found(text) is
-'Raises PQ011 schedule_not_found.';
 
 create or replace function pgqueue._raise_schedule_exists(name text)
 returns void
@@ -29,8 +27,6 @@ begin
         hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
 end;
 $$;
-comment on function pgqueue._raise_schedule_exists(text) is
-'Raises PQ012 schedule_exists.';
 
 create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
 returns jsonb
@@ -40,8 +36,6 @@ as $$
         'pgqueue.schedule', s.name,
         'pgqueue.scheduled_for', to_char(tick at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
 $$;
-comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
-'The headers of the message of a tick.';
 
 create or replace function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
 returns void
@@ -205,9 +199,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._check_schedule(pgqueue.schedules) is
-'Locks the queue and checks the settings of a schedule; returns them with the canonical name of the time zone. Raises
-22023, PQ001, PQ003.';
 
 create or replace function pgqueue.create_schedule(
     name text,
@@ -408,7 +399,7 @@ as $$
     delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
-'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
+'The messages of their next ticks would become dead letters.';
 
 create or replace function pgqueue._findings_of_schedules(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -443,8 +434,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
-'The findings of doctor about schedules that have stopped.';
 
 create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz)
 returns void
@@ -482,5 +471,4 @@ begin
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
-'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
-trigger was disabled, for up to 100 schedules.';
+'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';

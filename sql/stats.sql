@@ -26,8 +26,6 @@ as $$
         t.below_id - t.from_id
     from strata t
 $$;
-comment on function pgqueue._sample_ranges(int8multirange) is
-'Ranges of ids to read, and the number of ids for which each range stands.';
 
 create or replace function pgqueue._sample_weight(
     n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
@@ -183,8 +181,7 @@ begin
 end;
 $$;
 comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
-'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond. More than 20,000 rows
-of requeued_messages are not read.';
+'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond.';
 
 create or replace function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
@@ -209,8 +206,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._other_ids(text, boolean, bigint, bigint, int) is
-'The first ids of a queue in dead_messages or scheduled_messages, from from_id to below_id, up to wanted.';
 
 create or replace function pgqueue._count_others(
     queue_name text, are_dead boolean, out messages bigint, out estimated boolean
@@ -328,8 +323,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._stats_and_record(pgqueue.queues, timestamptz) is
-'The statistics of one queue. If they took many pages of removed rows, the next call skips those.';
 
 create or replace function pgqueue._add_totals(s pgqueue.queue_stats)
 returns pgqueue.queue_stats
@@ -348,7 +341,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_totals(pgqueue.queue_stats) is
-'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
+'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create or replace function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user

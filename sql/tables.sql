@@ -46,52 +46,11 @@ create table pgqueue.queues (
     end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
-    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint queues_visibility_timeout_is_bounded
-    check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
-    constraint queues_max_payload_bytes_is_bounded
-    check (max_payload_bytes between 1 and 104857600),
-    constraint queues_backoff_is_bounded check (
-        backoff_base between '0 s' and '30 days'
-        and backoff_max between '0 s' and '30 days'
-        and backoff_factor between 1 and 100
-        and backoff_jitter between 0 and 1
-    ),
-    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
-    constraint queues_group_limit_is_bounded
-    check (group_limit between 1 and 1000),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
-    constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
-    constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
-    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$')
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
-comment on column pgqueue.queues.archive_for is
-'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
-comment on column pgqueue.queues.expires_after_idle is
-'The time after which an empty queue that is not used is dropped; null: never.';
-comment on column pgqueue.queues.dedup_window is
-'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
-comment on column pgqueue.queues.group_limit is
-'How many messages of a group may be in flight at a time; null: the queue has no groups.';
-comment on column pgqueue.queues.on_dead is
-'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
-comment on column pgqueue.queues.max_in_flight is
-'How many messages may be in flight at a time; null: any number.';
-comment on column pgqueue.queues.rate_limit is
-'How many messages claims and receives may take in each rate_period; null: any number.';
-comment on column pgqueue.queues.priorities is
-'Whether messages with a higher priority are claimed first.';
-comment on column pgqueue.queues.counters is
-'Whether the queue has sequences that count its messages.';
-comment on column pgqueue.queues.dead_letter_to is
-'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
@@ -306,10 +265,6 @@ comment on table pgqueue.archived_messages is
 -- The table has no key. With replica identity full, a publication that includes it still accepts updates and deletes.
 -- The same holds for the other tables below that have no key.
 alter table pgqueue.archived_messages replica identity full;
-comment on column pgqueue.archived_messages.claimed_at is
-'When the acknowledged claim was made; null if the message was received.';
-comment on column pgqueue.archived_messages.finished_at is
-'When the message was acknowledged, by the wall clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
 alter table pgqueue.unfiled_messages replica identity full;
@@ -354,8 +309,6 @@ alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
 letters of groups that were redriven, which return to messages under their old ids.';
-comment on column pgqueue.requeued_messages.check_at is
-'When the message was recorded.';
 
 create table pgqueue.dedup_keys (
     slice int not null,
@@ -372,10 +325,6 @@ a day or 30 days, whichever the window of the queue fits into. Three tables for 
 when their period has ended.';
 comment on column pgqueue.dedup_keys.slice is
 'The number of the table: 0 to 2 for periods of an hour, 3 to 5 for days, 6 to 8 for 30 days.';
-comment on column pgqueue.dedup_keys.queue_id is
-'The number of the queue. A new queue with the name of a dropped one has another number, so its keys are free.';
-comment on column pgqueue.dedup_keys.period is
-'The number of the period, counted from 1970.';
 do $$
 begin
     for n in 0..8 loop
@@ -447,10 +396,6 @@ create table pgqueue.streams (
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
-comment on column pgqueue.streams.epoch is
-'The number of the latest stream_open. Calls with a lower number are fenced: they raise an error.';
-comment on column pgqueue.streams.acked_seq is
-'The number of the batch acknowledged last; 0 before the first. The open batch has the next number.';
 comment on column pgqueue.streams.ids is
 'The messages of the open batch, in order. The array is never changed, as the partitions of the batch are slices of
 it.';
@@ -509,8 +454,6 @@ comment on column pgqueue.staged_messages.messages is
 not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
 'The size of the largest payload (as JSON text) or body, in bytes.';
-comment on column pgqueue.staged_messages.dedup_keys is
-'Null if no message of the row has a key.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -546,8 +489,6 @@ published message.';
 comment on column pgqueue.subscriptions.endpoint is
 'The owner of the subscription: an endpoint of a transport, or the queue that subscribe was called for, with the prefix
 pgqueue:.';
-comment on column pgqueue.subscriptions.queue_address is
-'The address by which a transport knows the queue.';
 
 create table pgqueue.schedules (
     name text collate "C" not null,
@@ -565,8 +506,6 @@ create table pgqueue.schedules (
 );
 comment on table pgqueue.schedules is
 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
-comment on column pgqueue.schedules.catch_up is
-'Whether the message of a tick is still delivered after the next tick.';
 comment on column pgqueue.schedules.next_id is
 'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
 comment on column pgqueue.schedules.last_at is
@@ -586,12 +525,8 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.seq_register is
-'The sequence from which transport_seq is taken.';
 comment on column pgqueue.transports.head is
 'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
-comment on column pgqueue.transports.next_at is
-'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
@@ -619,10 +554,6 @@ create table pgqueue.results (
 create index results_expires_at on pgqueue.results (expires_at);
 comment on table pgqueue.results is
 'The results of messages: what a consumer wrote about each. Columns as in pgqueue.result.';
-comment on column pgqueue.results.id is
-'The id of the message, which is gone once the result is finished.';
-comment on column pgqueue.results.expires_in is
-'How long the result stays after its end.';
 
 create sequence pgqueue.next_maintenance_at;
 comment on sequence pgqueue.next_maintenance_at is

@@ -364,39 +364,21 @@ comment on column pgqueue.access.queue_name is 'a queue or a pattern such as bil
 -- The names of queues in the arguments of the verbs. PostgreSQL evaluates the check of a domain with the rights of the
 -- role that calls, before the security definer function runs. access.sql adds the checks. No role has USAGE on the
 -- domains, so no role can store a value that was checked for another.
-create domain pgqueue.queue_of_producer as text;
-comment on domain pgqueue.queue_of_producer is
-'The name of a queue that the caller has producer access to.';
-create domain pgqueue.queue_of_consumer as text;
-comment on domain pgqueue.queue_of_consumer is
-'The name of a queue that the caller has consumer access to.';
-create domain pgqueue.queue_of_admin as text;
-comment on domain pgqueue.queue_of_admin is
-'The name of a queue that the caller has admin access to.';
-create domain pgqueue.queue_of_transport as text;
-comment on domain pgqueue.queue_of_transport is
-'The name of a queue that the caller has transport access to.';
-create domain pgqueue.queue_of_consumer_or_admin as text;
-comment on domain pgqueue.queue_of_consumer_or_admin is
-'The name of a queue that the caller has consumer or admin access to.';
-create domain pgqueue.queue_of_producer_or_admin as text;
-comment on domain pgqueue.queue_of_producer_or_admin is
-'The name of a queue that the caller has producer or admin access to.';
-create domain pgqueue.queue_of_admin_or_reader as text;
-comment on domain pgqueue.queue_of_admin_or_reader is
-'The name of a queue that the caller has admin or reader access to.';
-create domain pgqueue.queue_of_consumer_admin_or_reader as text;
-comment on domain pgqueue.queue_of_consumer_admin_or_reader is
-'The name of a queue that the caller has consumer, admin or reader access to.';
-create domain pgqueue.queue_of_producer_admin_or_raw as text;
-comment on domain pgqueue.queue_of_producer_admin_or_raw is
-'The name of a queue that the caller has producer, admin or raw access to.';
-create domain pgqueue.queue_of_any_access as text;
-comment on domain pgqueue.queue_of_any_access is
-'The name of a queue that the caller has any access but transport to.';
-create domain pgqueue.new_queue_of_admin as text;
-comment on domain pgqueue.new_queue_of_admin is
-'The name of a queue to create: the caller has admin access to queues of such names.';
+do $$
+declare
+    domain_name text;
+begin
+    foreach domain_name in array array[
+        'queue_of_producer', 'queue_of_consumer', 'queue_of_admin', 'queue_of_transport', 'queue_of_consumer_or_admin',
+        'queue_of_producer_or_admin', 'queue_of_admin_or_reader', 'queue_of_consumer_admin_or_reader',
+        'queue_of_producer_admin_or_raw', 'queue_of_any_access', 'new_queue_of_admin'
+    ] loop
+        execute format('create domain pgqueue.%I as text', domain_name);
+        execute format('comment on domain pgqueue.%I is %L', domain_name,
+            'The name of a queue. The caller needs an access that the name of the domain contains.');
+    end loop;
+end;
+$$;
 
 create domain pgqueue.caller as name
 constraint caller_is_current_user check (coalesce(value = current_user, false));
