@@ -1848,42 +1848,26 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
-create function pgqueue._table_truncated_after_snapshot(tables regclass[])
-returns regclass
-language sql stable
-as $$
-    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
-    select c.oid::regclass
-    from pg_catalog.pg_class c
-    where c.oid in (
-            select t from unnest(tables) as t
-            union all
-            select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = any (tables)
-        )
-        and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
-    limit 1
-$$;
-comment on function pgqueue._table_truncated_after_snapshot(regclass[]) is
-'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
-compaction does: with this snapshot it looks empty. Null if there is none.';
-
 create function pgqueue._require_untruncated(tables regclass[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    relation regclass;
 begin
     if not pgqueue._has_fixed_snapshot() then
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
     execute format('lock table %s in access share mode', array_to_string(tables, ', '));
-    relation := pgqueue._table_truncated_after_snapshot(tables);
-    if relation is not null then
-        perform pgqueue._raise_stale_snapshot(format('table %s', relation));
-    end if;
+    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
+    perform pgqueue._raise_stale_snapshot(format('table %s', c.oid::regclass))
+    from pg_class c
+    where c.oid in (
+            select t from unnest(tables) as t
+            union all
+            select i.inhrelid from pg_inherits i where i.inhparent = any (tables)
+        )
+        and pg_relation_filenode(c.oid) <> c.relfilenode;
 end;
 $$;
 comment on function pgqueue._require_untruncated(regclass[]) is
@@ -8734,11 +8718,6 @@ as $$
 declare
     r record;
 begin
-    ready := 0;
-    inflight := 0;
-    scheduled := 0;
-    dead := 0;
-    estimated := false;
     if not exists (
         select from pgqueue.requeued_messages c
         where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
@@ -8837,21 +8816,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     counted record;
-    requeued record;
     scheduled record;
     dead record;
     due bigint;
     due_oldest_at timestamptz;
     result pgqueue.queue_stats;
 begin
-    select * into counted from pgqueue._message_stats(q, at);
-    select * into requeued from pgqueue._requeued_stats(q, at);
-    counted.ready := counted.ready + requeued.ready;
-    counted.inflight := counted.inflight + requeued.inflight;
-    counted.scheduled := counted.scheduled + requeued.scheduled;
-    counted.dead := counted.dead + requeued.dead;
-    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
-    counted.estimated := counted.estimated or requeued.estimated;
+    select
+        sum(c.ready) as ready, sum(c.inflight) as inflight, sum(c.scheduled) as scheduled, sum(c.dead) as dead,
+        min(c.oldest_at) as oldest_at, bool_or(c.estimated) as estimated
+    into counted
+    from (
+        select * from pgqueue._message_stats(q, at)
+        union all
+        select * from pgqueue._requeued_stats(q, at)
+    ) c;
     select * into scheduled from pgqueue._count_others(q.name, false);
     select * into dead from pgqueue._count_others(q.name, true);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
@@ -12610,15 +12589,14 @@ declare
     q pgqueue.queues;
     at constant timestamptz := pgqueue._now();
 begin
-    if s.name is null or char_length(s.name) not between 1 and 255 or s.name ~ '[[:cntrl:]]' then
-        perform pgqueue._raise_invalid('name', s.name, '1 to 255 characters, without control characters');
-    end if;
-    if s.paused is null then
-        perform pgqueue._raise_invalid('paused', null, 'true or false');
-    end if;
-    if s.catch_up is null then
-        perform pgqueue._raise_invalid('catch_up', null, 'true or false');
-    end if;
+    perform pgqueue._raise_invalid(c.name, c.given, c.expected)
+    from (values
+        ('name', s.name, char_length(s.name) between 1 and 255 and s.name !~ '[[:cntrl:]]', '1 to 255 characters, without control characters'),
+        ('paused', null, s.paused is not null, 'true or false'),
+        ('catch_up', null, s.catch_up is not null, 'true or false'),
+        ('headers', s.headers::text, s.headers is null or jsonb_typeof(s.headers) = 'object', 'a JSON object')
+    ) as c (name, given, is_valid, expected)
+    where c.is_valid is not true;
     q := pgqueue._get_locked_queue(s.queue_name);
     s.time_zone := pgqueue._canonical_time_zone(s.time_zone);
     if s.cron is null or char_length(s.cron) > 200 then
@@ -12626,9 +12604,6 @@ begin
     end if;
     if pgqueue._next_tick(s.cron, s.time_zone, at) is null then
         perform pgqueue._refuse_cron(s.cron, 'no day has this date');
-    end if;
-    if s.headers is not null and jsonb_typeof(s.headers) <> 'object' then
-        perform pgqueue._raise_invalid('headers', s.headers::text, 'a JSON object');
     end if;
     perform pgqueue._check_content(q, s.payload, null, pgqueue._tick_headers(s, at));
     return s;
@@ -13955,33 +13930,42 @@ as $$
         and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
 $$;
 
-create function pgqueue._create_contract(schema_name text, for_role name)
+create function pgqueue.expose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
-language plpgsql volatile
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
-    missing constant text[] := array(
-        select t from unnest(array[
-            'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
-        ]) as t
-        where t not in (select v.relname from pgqueue._contract_views(schema_name) v)
-    );
+    missing text[];
     table_name text;
     relation text;
 begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
+    perform pgqueue._check_contract_schema(schema_name collate "C");
+    -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
+    -- changes of privileges.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    missing := array(
+        select t from unnest(array[
+            'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
+        ]) as t
+        where t not in (select v.relname from pgqueue._contract_views(schema_name collate "C") v)
+    );
     if missing = '{}' then
         return false;
     end if;
-    if not exists (select from pg_namespace n where n.nspname = schema_name) then
-        if not has_database_privilege(for_role, current_database(), 'CREATE') then
-            perform pgqueue._raise_not_allowed(for_role, 'create schemas in database', current_database());
+    if not exists (select from pg_namespace n where n.nspname = schema_name collate "C") then
+        if not has_database_privilege(caller, current_database(), 'CREATE') then
+            perform pgqueue._raise_not_allowed(caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
         execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
         execute format('grant usage on schema %I to public', schema_name);
-    elsif not has_schema_privilege(for_role, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(caller, 'create relations in schema', schema_name);
     end if;
     foreach table_name in array missing loop
         relation := format('%I.%I', schema_name, table_name);
@@ -13995,24 +13979,6 @@ begin
     return true;
 end;
 $$;
-
-create function pgqueue.expose_contract(
-    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
-    -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
-    -- changes of privileges.
-    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._create_contract(schema_name collate "C", caller);
-end;
-$$;
 comment on function pgqueue.expose_contract(text, pgqueue.caller) is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
@@ -14021,33 +13987,6 @@ A schema that does not exist is created, and every role may use it. The rights o
 grant_access(role, ''raw'') lets it use all statements, reader lets it read. The caller needs the CREATE privilege on
 the schema, or on the database if the schema is created. Raises 22023, 42501, and 42P07 if another relation has one of
 these names.';
-
-create function pgqueue._drop_contract(schema_name text)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    views constant text[] := array(select v.oid::regclass::text from pgqueue._contract_views(schema_name) v);
-begin
-    if views = '{}' then
-        return false;
-    end if;
-    execute format('drop view %s', array_to_string(views, ', '));
-    if exists (
-        select from pg_namespace n
-        where n.nspname = schema_name and pg_get_userbyid(n.nspowner) = current_user
-            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
-    ) then
-        execute format('drop schema %I', schema_name);
-    end if;
-    return true;
-exception when dependent_objects_still_exist then
-    -- Other objects in the schema keep it. An object that depends on a view keeps the views, and is an error.
-    execute format('drop view %s', array_to_string(views, ', '));
-    return true;
-end;
-$$;
 
 create function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
@@ -14058,11 +13997,30 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 set jit = off
 as $$
+declare
+    views text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._drop_contract(schema_name collate "C");
+    select string_agg(v.oid::regclass::text, ', ') into views from pgqueue._contract_views(schema_name collate "C") v;
+    if views is null then
+        return false;
+    end if;
+    execute format('drop view %s', views);
+    if exists (
+        select from pg_namespace n
+        where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user
+            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
+    ) then
+        begin
+            execute format('drop schema %I', schema_name);
+        exception when dependent_objects_still_exist then
+            -- Other objects are in the schema.
+            null;
+        end;
+    end if;
+    return true;
 end;
 $$;
 comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is
@@ -15009,22 +14967,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if access is null or access not in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport') then
-        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin, reader, raw or transport');
-    end if;
-    if role_name is null then
-        perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
-    end if;
+    perform pgqueue._raise_invalid(c.name, c.given, c.expected)
+    from (values
+        ('access', access, access in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport'),
+            'producer, consumer, admin, reader, raw or transport'),
+        ('role_name', null, role_name is not null, 'the name of a role'),
+        ('access', access, queue_name is null or access <> 'raw',
+            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues'),
+        ('queue_name', queue_name, queue_name is null or right(queue_name, 1) <> '*' or queue_name ~ '^[a-z0-9_-]{0,127}[_-][*]$',
+            'the name of a queue, or the beginning of names up to a - or _, and then *')
+    ) as c (name, given, is_valid, expected)
+    where c.is_valid is not true;
     if not exists (select from pg_roles r where r.rolname = role_name) then
         perform pgqueue._raise_role_not_found(role_name);
-    end if;
-    if queue_name is not null and access = 'raw' then
-        perform pgqueue._raise_invalid('access', access,
-            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues');
-    end if;
-    if right(queue_name, 1) = '*' and queue_name !~ '^[a-z0-9_-]{0,127}[_-][*]$' then
-        perform pgqueue._raise_invalid('queue_name', queue_name,
-            'the name of a queue, or the beginning of names up to a - or _, and then *');
     end if;
 end;
 $$;

@@ -32,33 +32,42 @@ as $$
         and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
 $$;
 
-create or replace function pgqueue._create_contract(schema_name text, for_role name)
+create or replace function pgqueue.expose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
-language plpgsql volatile
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
-    missing constant text[] := array(
-        select t from unnest(array[
-            'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
-        ]) as t
-        where t not in (select v.relname from pgqueue._contract_views(schema_name) v)
-    );
+    missing text[];
     table_name text;
     relation text;
 begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
+    perform pgqueue._check_contract_schema(schema_name collate "C");
+    -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
+    -- changes of privileges.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    missing := array(
+        select t from unnest(array[
+            'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
+        ]) as t
+        where t not in (select v.relname from pgqueue._contract_views(schema_name collate "C") v)
+    );
     if missing = '{}' then
         return false;
     end if;
-    if not exists (select from pg_namespace n where n.nspname = schema_name) then
-        if not has_database_privilege(for_role, current_database(), 'CREATE') then
-            perform pgqueue._raise_not_allowed(for_role, 'create schemas in database', current_database());
+    if not exists (select from pg_namespace n where n.nspname = schema_name collate "C") then
+        if not has_database_privilege(caller, current_database(), 'CREATE') then
+            perform pgqueue._raise_not_allowed(caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
         execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
         execute format('grant usage on schema %I to public', schema_name);
-    elsif not has_schema_privilege(for_role, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(caller, 'create relations in schema', schema_name);
     end if;
     foreach table_name in array missing loop
         relation := format('%I.%I', schema_name, table_name);
@@ -72,24 +81,6 @@ begin
     return true;
 end;
 $$;
-
-create or replace function pgqueue.expose_contract(
-    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
-    -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
-    -- changes of privileges.
-    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._create_contract(schema_name collate "C", caller);
-end;
-$$;
 comment on function pgqueue.expose_contract(text, pgqueue.caller) is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
@@ -98,33 +89,6 @@ A schema that does not exist is created, and every role may use it. The rights o
 grant_access(role, ''raw'') lets it use all statements, reader lets it read. The caller needs the CREATE privilege on
 the schema, or on the database if the schema is created. Raises 22023, 42501, and 42P07 if another relation has one of
 these names.';
-
-create or replace function pgqueue._drop_contract(schema_name text)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    views constant text[] := array(select v.oid::regclass::text from pgqueue._contract_views(schema_name) v);
-begin
-    if views = '{}' then
-        return false;
-    end if;
-    execute format('drop view %s', array_to_string(views, ', '));
-    if exists (
-        select from pg_namespace n
-        where n.nspname = schema_name and pg_get_userbyid(n.nspowner) = current_user
-            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
-    ) then
-        execute format('drop schema %I', schema_name);
-    end if;
-    return true;
-exception when dependent_objects_still_exist then
-    -- Other objects in the schema keep it. An object that depends on a view keeps the views, and is an error.
-    execute format('drop view %s', array_to_string(views, ', '));
-    return true;
-end;
-$$;
 
 create or replace function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
@@ -135,11 +99,30 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 set jit = off
 as $$
+declare
+    views text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._drop_contract(schema_name collate "C");
+    select string_agg(v.oid::regclass::text, ', ') into views from pgqueue._contract_views(schema_name collate "C") v;
+    if views is null then
+        return false;
+    end if;
+    execute format('drop view %s', views);
+    if exists (
+        select from pg_namespace n
+        where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user
+            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
+    ) then
+        begin
+            execute format('drop schema %I', schema_name);
+        exception when dependent_objects_still_exist then
+            -- Other objects are in the schema.
+            null;
+        end;
+    end if;
+    return true;
 end;
 $$;
 comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is

@@ -96,22 +96,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if access is null or access not in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport') then
-        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin, reader, raw or transport');
-    end if;
-    if role_name is null then
-        perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
-    end if;
+    perform pgqueue._raise_invalid(c.name, c.given, c.expected)
+    from (values
+        ('access', access, access in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport'),
+            'producer, consumer, admin, reader, raw or transport'),
+        ('role_name', null, role_name is not null, 'the name of a role'),
+        ('access', access, queue_name is null or access <> 'raw',
+            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues'),
+        ('queue_name', queue_name, queue_name is null or right(queue_name, 1) <> '*' or queue_name ~ '^[a-z0-9_-]{0,127}[_-][*]$',
+            'the name of a queue, or the beginning of names up to a - or _, and then *')
+    ) as c (name, given, is_valid, expected)
+    where c.is_valid is not true;
     if not exists (select from pg_roles r where r.rolname = role_name) then
         perform pgqueue._raise_role_not_found(role_name);
-    end if;
-    if queue_name is not null and access = 'raw' then
-        perform pgqueue._raise_invalid('access', access,
-            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues');
-    end if;
-    if right(queue_name, 1) = '*' and queue_name !~ '^[a-z0-9_-]{0,127}[_-][*]$' then
-        perform pgqueue._raise_invalid('queue_name', queue_name,
-            'the name of a queue, or the beginning of names up to a - or _, and then *');
     end if;
 end;
 $$;

@@ -77,42 +77,26 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
-create or replace function pgqueue._table_truncated_after_snapshot(tables regclass[])
-returns regclass
-language sql stable
-as $$
-    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
-    select c.oid::regclass
-    from pg_catalog.pg_class c
-    where c.oid in (
-            select t from unnest(tables) as t
-            union all
-            select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = any (tables)
-        )
-        and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
-    limit 1
-$$;
-comment on function pgqueue._table_truncated_after_snapshot(regclass[]) is
-'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
-compaction does: with this snapshot it looks empty. Null if there is none.';
-
 create or replace function pgqueue._require_untruncated(tables regclass[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    relation regclass;
 begin
     if not pgqueue._has_fixed_snapshot() then
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
     execute format('lock table %s in access share mode', array_to_string(tables, ', '));
-    relation := pgqueue._table_truncated_after_snapshot(tables);
-    if relation is not null then
-        perform pgqueue._raise_stale_snapshot(format('table %s', relation));
-    end if;
+    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
+    perform pgqueue._raise_stale_snapshot(format('table %s', c.oid::regclass))
+    from pg_class c
+    where c.oid in (
+            select t from unnest(tables) as t
+            union all
+            select i.inhrelid from pg_inherits i where i.inhparent = any (tables)
+        )
+        and pg_relation_filenode(c.oid) <> c.relfilenode;
 end;
 $$;
 comment on function pgqueue._require_untruncated(regclass[]) is

@@ -175,15 +175,14 @@ declare
     q pgqueue.queues;
     at constant timestamptz := pgqueue._now();
 begin
-    if s.name is null or char_length(s.name) not between 1 and 255 or s.name ~ '[[:cntrl:]]' then
-        perform pgqueue._raise_invalid('name', s.name, '1 to 255 characters, without control characters');
-    end if;
-    if s.paused is null then
-        perform pgqueue._raise_invalid('paused', null, 'true or false');
-    end if;
-    if s.catch_up is null then
-        perform pgqueue._raise_invalid('catch_up', null, 'true or false');
-    end if;
+    perform pgqueue._raise_invalid(c.name, c.given, c.expected)
+    from (values
+        ('name', s.name, char_length(s.name) between 1 and 255 and s.name !~ '[[:cntrl:]]', '1 to 255 characters, without control characters'),
+        ('paused', null, s.paused is not null, 'true or false'),
+        ('catch_up', null, s.catch_up is not null, 'true or false'),
+        ('headers', s.headers::text, s.headers is null or jsonb_typeof(s.headers) = 'object', 'a JSON object')
+    ) as c (name, given, is_valid, expected)
+    where c.is_valid is not true;
     q := pgqueue._get_locked_queue(s.queue_name);
     s.time_zone := pgqueue._canonical_time_zone(s.time_zone);
     if s.cron is null or char_length(s.cron) > 200 then
@@ -191,9 +190,6 @@ begin
     end if;
     if pgqueue._next_tick(s.cron, s.time_zone, at) is null then
         perform pgqueue._refuse_cron(s.cron, 'no day has this date');
-    end if;
-    if s.headers is not null and jsonb_typeof(s.headers) <> 'object' then
-        perform pgqueue._raise_invalid('headers', s.headers::text, 'a JSON object');
     end if;
     perform pgqueue._check_content(q, s.payload, null, pgqueue._tick_headers(s, at));
     return s;

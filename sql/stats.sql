@@ -147,11 +147,6 @@ as $$
 declare
     r record;
 begin
-    ready := 0;
-    inflight := 0;
-    scheduled := 0;
-    dead := 0;
-    estimated := false;
     if not exists (
         select from pgqueue.requeued_messages c
         where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
@@ -250,21 +245,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     counted record;
-    requeued record;
     scheduled record;
     dead record;
     due bigint;
     due_oldest_at timestamptz;
     result pgqueue.queue_stats;
 begin
-    select * into counted from pgqueue._message_stats(q, at);
-    select * into requeued from pgqueue._requeued_stats(q, at);
-    counted.ready := counted.ready + requeued.ready;
-    counted.inflight := counted.inflight + requeued.inflight;
-    counted.scheduled := counted.scheduled + requeued.scheduled;
-    counted.dead := counted.dead + requeued.dead;
-    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
-    counted.estimated := counted.estimated or requeued.estimated;
+    select
+        sum(c.ready) as ready, sum(c.inflight) as inflight, sum(c.scheduled) as scheduled, sum(c.dead) as dead,
+        min(c.oldest_at) as oldest_at, bool_or(c.estimated) as estimated
+    into counted
+    from (
+        select * from pgqueue._message_stats(q, at)
+        union all
+        select * from pgqueue._requeued_stats(q, at)
+    ) c;
     select * into scheduled from pgqueue._count_others(q.name, false);
     select * into dead from pgqueue._count_others(q.name, true);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
