@@ -697,18 +697,13 @@ comment on column pgqueue.archive_clock.confirmed_at is
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
-    id bigint not null,
-    held boolean not null default false
+    id bigint not null
 );
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
-create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
-letters of groups that were redriven, which return to messages under their old ids, and messages that another
-transaction held when a sweep passed them.';
-comment on column pgqueue.requeued_messages.held is
-'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
+letters of groups that were redriven, which return to messages under their old ids.';
 
 create table pgqueue.dedup_keys (
     slice int not null,
@@ -1370,8 +1365,6 @@ create function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
-comment on function pgqueue._from_micros(bigint) is
-'The moment that a register value denotes.';
 
 create function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
@@ -1434,17 +1427,11 @@ begin
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;
-comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
-identifier.';
 
 create function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
-comment on function pgqueue._register_value(regclass) is
-'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
-without the sequences.';
 
 create function pgqueue._sequence_name(role text, queue_name text)
 returns text
@@ -1458,8 +1445,6 @@ create function pgqueue._counter(role text, queue_name text)
 returns regclass
 language sql stable parallel safe
 as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
-comment on function pgqueue._counter(text, text) is
-'A counter of a queue; null if it is missing. Reads the catalog cache. Inlined.';
 
 create function pgqueue._counter_roles()
 returns text[]
@@ -1482,8 +1467,6 @@ begin
     return messages;
 end;
 $$;
-comment on function pgqueue._count_many(regclass, regclass, int) is
-'The part of _count for several messages.';
 
 create function pgqueue._count(role text, queue_name text, messages int)
 returns int
@@ -1515,9 +1498,6 @@ as $$
             else '' end,
         'null')
 $$;
-comment on function pgqueue._total_query(text, text) is
-'The SQL expression for the number of messages that a queue has counted in a role; null if a counter is missing.
-Inlined.';
 
 create function pgqueue._missing_counters(queue_name text)
 returns text[]
@@ -1525,8 +1505,6 @@ language sql stable
 as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
-comment on function pgqueue._missing_counters(text) is
-'The roles for which a queue has no counter.';
 
 create function pgqueue._create_counters(queue_name text)
 returns void
@@ -1545,8 +1523,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_counters(text) is
-'Creates the counters of a queue that are missing.';
 
 create function pgqueue._drop_counters(queue_name text)
 returns void
@@ -1562,8 +1538,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_counters(text) is
-'Drops the counters of a queue.';
 
 create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -1587,8 +1561,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._revoke_default_privileges(regclass) is
-'Revokes what the default privileges of the owner granted on a new table or sequence.';
 -- The delay of a message after a failed attempt, if the consumer gives none.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
@@ -1622,8 +1594,6 @@ create function pgqueue._matches_key(
 returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create function pgqueue._has_current_key_lookup()
 returns boolean
@@ -1662,8 +1632,6 @@ begin
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
-comment on function pgqueue._install_key_lookup() is
-'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -1680,8 +1648,6 @@ create function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The elements of ids that are not in others, in order.';
 
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1689,8 +1655,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
@@ -1699,8 +1663,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-comment on function pgqueue._is_ready(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1708,9 +1670,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
-'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
-conditions on columns.';
 
 create function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
 returns boolean
@@ -1718,8 +1677,6 @@ language sql immutable parallel safe
 as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
-comment on function pgqueue._is_spent(pgqueue.messages_shared, timestamptz) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
@@ -1732,8 +1689,6 @@ create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uu
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
-comment on function pgqueue._is_claimed_by(pgqueue.messages_shared, uuid) is
-'The same for a message of messages_shared.';
 
 create function pgqueue._is_unclaimed(m pgqueue.messages)
 returns boolean
@@ -2415,16 +2370,11 @@ begin
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
-comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies waiting consumers when the transaction commits.';
 
 create function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
-comment on function pgqueue._wake_dead_letter_queue(pgqueue.queues) is
-'Notifies the consumers of the queue that takes the dead letters of this one, if there is such a queue. Reads and locks
-nothing of it.';
 
 create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -2445,8 +2395,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._wake_if_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers if any are waiting.';
 
 create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
 returns void
@@ -2463,8 +2411,6 @@ begin
     perform pgqueue._wake_if_waiting(q, pgqueue._now());
 end;
 $$;
-comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 -- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
@@ -2611,21 +2557,6 @@ $$;
 comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
 'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
 long. Reads no stored value. Inlined.';
-
-create function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
-returns setof record
-language sql immutable parallel safe
-as $$
-    select min(w.place)::int, max(w.place)::int
-    from (
-        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
-        from unnest(sizes) with ordinality as s (bytes, place)
-    ) w
-    group by w.slice
-    order by w.slice
-$$;
-comment on function pgqueue._slices(bigint[]) is
-'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
 
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile
@@ -4223,8 +4154,6 @@ as $$
             where s.queue_name = _first_possible_id_of.queue_name
         ), 1)
 $$;
-comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
@@ -4236,9 +4165,6 @@ as $$
         - coalesce((select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = _possible_ranges.queue_name), '{}')
     ) as r
 $$;
-comment on function pgqueue._possible_ranges(text, bigint, bigint) is
-'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
-requeued_messages.';
 
 create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
 returns timestamptz
@@ -4263,9 +4189,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._sweep_state_of(text, timestamptz) is
-'The row of the queue in sweep_state. A value that is not recorded, or a time in the future, is replaced by one that
-excludes no row. For callers that need several values.';
 
 create function pgqueue._first_id_of(queue_name text)
 returns bigint
@@ -4273,8 +4196,6 @@ language sql stable
 as $$
     select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
 $$;
-comment on function pgqueue._first_id_of(text) is
-'The lowest id that the queue can have in messages, scheduled_messages and dead_messages; 1 if nothing is known.';
 
 create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -4286,8 +4207,6 @@ as $$
             where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_due_at_of(text, timestamptz) is
-'The earliest due_at that the queue can have in scheduled_messages; -infinity if nothing is known.';
 
 create function pgqueue._first_check_at_of(queue_name text, at timestamptz)
 returns timestamptz
@@ -4299,8 +4218,6 @@ as $$
             where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
-comment on function pgqueue._first_check_at_of(text, timestamptz) is
-'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
 create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
@@ -4319,9 +4236,6 @@ language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
 -- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
 as $$ select least(span + case when span < 131072 then span else span / 8 end, 1152921504606846976) $$;
-comment on function pgqueue._next_span(bigint) is
-'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
-steps. Inlined.';
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
@@ -4344,8 +4258,6 @@ begin
         order by m.id limit wanted);
 end;
 $$;
-comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, int) is
-'The ids of the first messages from from_id to below_id, up to wanted.';
 
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
 returns timestamptz
@@ -4361,8 +4273,6 @@ begin
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
 $$;
-comment on function pgqueue._visible_at_of(pgqueue.queues, bigint) is
-'When a message is visible; null if it is not in messages.';
 
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
@@ -4444,9 +4354,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._record_first_keys(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
-'Determines first_id, first_due_at and first_check_at again. Each scan starts at the value recorded before, so it reads
-only what was removed since.';
 
 create function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
@@ -4460,8 +4367,6 @@ as $$
         limit 64
     ) w
 $$;
-comment on function pgqueue._widest_ranges(int8multirange) is
-'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean
@@ -4576,8 +4481,6 @@ returns boolean
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
-comment on function pgqueue._are_many_pages(bigint, bigint) is
-'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
 
 create function pgqueue._record_if_old(q pgqueue.queues)
 returns void
@@ -4616,8 +4519,6 @@ as $$
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
     )
 $$;
-comment on function pgqueue._has_uncommitted_delays() is
-'Whether another running or prepared transaction has written to scheduled_messages.';
 
 create function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
@@ -4690,8 +4591,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
-'Deletes messages, which the caller has locked, and returns them by id.';
 
 create function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
@@ -4722,32 +4621,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
-'The ids of the first 1000 messages from from_id to below_id, and those of the ready ones and of the spent ones among
-them. Null if there are none.';
-
-create function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.kind is not null then
-        return array(
-            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            for update of m skip locked
-        );
-    end if;
-    return array(
-        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked
-    );
-end;
-$$;
-comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
-'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
 
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
@@ -4756,51 +4629,41 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The slices have fewer messages, as 1 kB counts for each.
-    most constant int := 128 * max_slices;
-    spent_ids bigint[];
-    sizes bigint[];
-    slice record;
+    spent refcursor;
+    slice_ids bigint[];
     slices_left int := max_slices;
-    locked_ids bigint[];
     died int;
     all_died int := 0;
 begin
     removed := 0;
     has_more := false;
-    if q.kind is not null then
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    else
-        select array_agg(w.id), array_agg(w.bytes) into spent_ids, sizes
-        from (
-            select m.id, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-            from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-            limit most
-        ) w;
-    end if;
-    if spent_ids is null then
-        return;
-    end if;
     begin
-        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        if q.kind is not null then
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        else
+            open spent for
+                select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+                from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked;
+        end if;
+        loop
             -- The verbs that only remove messages give no number of slices, and remove at least one slice.
             has_more := case
                 when max_slices is null then removed > 0 and not pgqueue._has_time()
                 else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
             end;
             exit when has_more;
+            slice_ids := (pgqueue._fetch_slice(spent)).ids;
+            exit when slice_ids = '{}';
             slices_left := slices_left - 1;
-            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -4808,9 +4671,9 @@ begin
                 last_error = excluded.last_error, reason = excluded.reason;
             get diagnostics died = row_count;
             all_died := all_died + died;
-            removed := removed + cardinality(locked_ids);
+            removed := removed + cardinality(slice_ids);
         end loop;
-        has_more := has_more or coalesce(cardinality(spent_ids) >= most, false);
+        close spent;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         removed := 0;
@@ -4824,9 +4687,8 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
-whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
-it ends after that many slices, or 50 ms after at, too.';
+'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
+gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
@@ -4920,9 +4782,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_found_spent_messages(pgqueue.queues, timestamptz, int) is
-'Finds spent messages and removes up to wanted of them, those with the lowest ids first, and returns how many. Ends when
-half of statement_timeout has passed.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. The sweep walks over the ids from where the last one stopped, within a time budget, so that dead rows do not
 -- slow down claims.
@@ -4967,7 +4826,7 @@ begin
         if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
@@ -5033,9 +4892,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
-their ids.';
 
 create function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
 returns bigint[]
@@ -5052,11 +4908,9 @@ begin
     return ready_ids;
 end;
 $$;
-comment on function pgqueue._keep_ready(pgqueue.queues, bigint[], timestamptz) is
-'Those of the ids that are ready, after a walk that has ended because of _is_walk_over.';
 
 create function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
 language plpgsql volatile
@@ -5071,24 +4925,13 @@ begin
         array_agg(w.ctid) filter (where m.visible_at is null)
     into n, last_time, last_id, visible_ids, gone
     from (
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
-        union all
-        (
-            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-            where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit wanted
-        )
+        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+        order by r.check_at, r.id limit wanted
     ) w
     cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
 $$;
-comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
-'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id
-of the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
@@ -5112,11 +4955,9 @@ begin
         where l.queue_name = q.name and l.check_at <= up_to));
 end;
 $$;
-comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is
-'Deletes rows that _read_requeued has found gone, with a check_at up to up_to.';
 
 create function pgqueue._sweep_requeued(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 )
 returns bigint[]
 language plpgsql volatile
@@ -5133,7 +4974,7 @@ begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held, page) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, page) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -5152,12 +4993,8 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
-of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
-of ready messages, locked.';
 
-create function pgqueue._sweep_recent_and_locked(
+create function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
 returns bigint[]
@@ -5165,56 +5002,26 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    candidate_ids bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
-    visible_ids bigint[];
+    visible_ids constant bigint[] := array(
+        select i
+        from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
+        cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
+        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+        cross join lateral unnest(m.ready_ids || m.spent_ids) as i
+        limit 1000);
+    candidate_ids bigint[];
 begin
-    if cardinality(candidate_ids) < wanted then
-        visible_ids := array(
-            select i
-            from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
-            cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-            cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
-            cross join lateral unnest(m.ready_ids || m.spent_ids) as i
-            limit 1000);
-        if visible_ids <> '{}' then
-            candidate_ids := candidate_ids || pgqueue._lock_ready(
-                q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
-            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
-        end if;
+    if visible_ids = '{}' then
+        return visible_ids;
     end if;
+    candidate_ids := pgqueue._lock_ready(q, visible_ids, taken, at, wanted);
+    perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
-'Checks the places where a message can appear at any time, at a small bounded cost: the messages that
-_record_locked_messages recorded, and the last recent_count ids below fresh_from_id, where transactions roll back or
-commit late. Returns up to wanted ids of ready messages, locked.';
-
-create function pgqueue._record_locked_messages(
-    q pgqueue.queues, ids bigint[], except_ids bigint[], at timestamptz
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
-    select q.name, (select pgqueue._now()), m.id, true
-    from unnest(pgqueue._array_except(ids, except_ids)) as m (id)
-    where pgqueue._visible_at_of(q, m.id) <= at
-        and not exists (
-            select from pgqueue.requeued_messages r
-            where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
-        );
-exception when disk_full then
-    -- A later sweep finds the messages.
-    null;
-end;
-$$;
-comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bigint[], timestamptz) is
-'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
-by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
+comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
+late. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
@@ -5234,9 +5041,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
-'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Sweeps call it.';
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -5254,7 +5058,7 @@ begin
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, 500) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -5309,9 +5113,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._state_for_sweep(pgqueue.queues, timestamptz, bigint) is
-'The row of sweep_state of a queue, after vacant ids were recorded if that is due. Null if another session adds the
-row.';
 
 create function pgqueue._end_sweep(
     q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
@@ -5333,9 +5134,6 @@ begin
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
 end;
 $$;
-comment on function pgqueue._end_sweep(pgqueue.queues, timestamptz, boolean, bigint[], bigint) is
-'Removes some of the messages that a sweep has found without attempts left or expired, and sets where and when the next
-sweep starts: at once if this one has found enough, else after 20 times its duration.';
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
@@ -5357,7 +5155,6 @@ declare
     below_id bigint;
     page record;
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
     pages_before bigint;
@@ -5377,7 +5174,7 @@ begin
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
         -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     start_id := next_id;
@@ -5386,7 +5183,7 @@ begin
         if next_id = head_id then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
-                pgqueue._discard_future_time(s.first_check_at, at), false);
+                pgqueue._discard_future_time(s.first_check_at, at));
             if cardinality(candidate_ids) < wanted then
                 candidate_ids := candidate_ids || pgqueue._move_due_messages(
                     q, at, wanted - cardinality(candidate_ids), pgqueue._discard_future_time(s.first_due_at, at));
@@ -5409,8 +5206,6 @@ begin
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
                         next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
-                    elsif page.ready_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
-                        passed_ids := passed_ids || page.ready_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
@@ -5421,14 +5216,9 @@ begin
         next_id := head_id;
         end_id := start_id;
     end loop;
-    if cardinality(candidate_ids) < wanted then
-        if not is_full and not is_far_below_fresh then
-            candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
-                q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
-        end if;
-        if passed_ids <> '{}' then
-            perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-        end if;
+    if cardinality(candidate_ids) < wanted and not is_full and not is_far_below_fresh then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
@@ -6190,7 +5980,7 @@ $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
-create function pgqueue._sweep_recent_and_locked_levels(
+create function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
@@ -6221,18 +6011,12 @@ begin
     if spent_ids is not null then
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
     end if;
-    if cardinality(candidate_ids) < wanted then
-        candidate_ids := candidate_ids || pgqueue._sweep_requeued(
-            q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
-            pgqueue._first_check_at_of(q.name, at), true);
-    end if;
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_and_locked_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
 'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
-have passed, where transactions roll back or commit late, and the messages that _record_locked_messages recorded.
-Returns up to wanted ids of ready messages, locked.';
+have passed, where transactions roll back or commit late. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -6252,7 +6036,6 @@ declare
     ready_ids bigint[];
     page_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
-    passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -6262,7 +6045,7 @@ begin
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
     perform pgqueue._move_levels_to_ready(q, at);
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
@@ -6310,18 +6093,12 @@ begin
             spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
-                passed_ids := passed_ids || ready_ids;
-            end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
-    if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
-        perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
-    end if;
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
@@ -6361,7 +6138,7 @@ begin
     if pgqueue._is_walk_over(at) then
         return candidate_ids;
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
@@ -6664,9 +6441,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._walk_from(pgqueue.queues, bigint, bigint[], timestamptz, int) is
-'The ids of up to wanted ready messages from from_id on, locked, without those in taken. A walk that is over takes
-visible messages that are not ready, too (_is_walk_over).';
 
 create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
 returns bigint
@@ -6682,8 +6456,6 @@ begin
         select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
 end;
 $$;
-comment on function pgqueue._last_id_from(pgqueue.queues, bigint) is
-'The highest id of a message, if it is from_id or higher; otherwise null.';
 
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
@@ -6738,7 +6510,7 @@ begin
     -- producers.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
     if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then
@@ -6758,8 +6530,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int, bigint[]) is
-'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -6810,8 +6580,6 @@ begin
     return candidate_ids[:tokens_taken];
 end;
 $$;
-comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
-'The part of _lock_candidates for a queue with limits.';
 
 create function pgqueue._are_only_visible(
     queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
@@ -6987,9 +6755,6 @@ begin
     from pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids) s;
 end;
 $$;
-comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and the kind of the queue.
-Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
 create function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
@@ -7028,9 +6793,6 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue._claim_special(text, bigint, bigint[], interval, text) is
-'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
-candidate_ids. For a queue of another kind than plain.';
 
 create function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -7170,8 +6932,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 if id or claim_token is null.';
 
 create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
 returns timestamptz
@@ -7183,9 +6943,6 @@ begin
     return claim_end;
 end;
 $$;
-comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
-'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
-the claim, which has locked messages.';
 
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
@@ -7464,8 +7221,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
@@ -7559,8 +7314,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
-'The common part of nack and reject.';
 
 create function pgqueue.nack(
     queue_name pgqueue.queue_of_consumer,
@@ -7930,6 +7683,7 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
 22023, PQ001.';
 
+-- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
 create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
 returns int
 language plpgsql volatile
@@ -7964,10 +7718,8 @@ begin
     return n;
 end;
 $$;
-comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
-'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
-pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
+-- The caller has locked the dead letters.
 create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
 language plpgsql volatile
@@ -8015,8 +7767,6 @@ begin
     where not is_grouped;
 end;
 $$;
-comment on function pgqueue._redrive_slice(pgqueue.queues, bigint[], timestamptz) is
-'Moves dead letters, which the caller has locked, back to their queue, ready at the time.';
 
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
@@ -8193,8 +7943,6 @@ as $$
             and pgqueue._group_position(m.headers, m.id) = pgqueue._group_position(jsonb_build_object('pgqueue.group', d.name), 0)
     )
 $$;
-comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
-'Groups that wait for a dead letter while they have messages.';
 -- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_size int default 10000)
@@ -9943,75 +9691,48 @@ not looked at, nor those that come after ten queues with group_limit that had me
 -- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
-create function pgqueue._check_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.dead_letter_to is null then
-        return;
-    end if;
-    perform pgqueue._get_locked_queue(q.dead_letter_to);
-    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
-    -- such a name.
-    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
-    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-    if exists (
-        with recursive chain as (
-            select q.dead_letter_to as name
-            union
-            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
-        )
-        select from chain c where c.name = q.name
-    ) then
-        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to,
-            format('a queue whose dead letters do not come back to queue %L', q.name));
-    end if;
-end;
-$$;
-comment on function pgqueue._check_dead_letter_to(pgqueue.queues) is
-'Raises PQ001 if the queue that dead_letter_to names does not exist, and 22023 if dead letters would go in a circle.';
-
-create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._check_dead_letter_to(q);
-end;
-$$;
-comment on function pgqueue._on_queue_created_dead_letter_to(pgqueue.queues) is
-'Checks dead_letter_to of a new queue.';
-
 create function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if after.dead_letter_to is distinct from before.dead_letter_to then
-        perform pgqueue._check_dead_letter_to(after);
-        perform pgqueue._wake_dead_letter_queue(after);
+    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
+        return;
     end if;
+    perform pgqueue._get_locked_queue(after.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    if exists (
+        with recursive chain as (
+            select after.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = after.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', after.name));
+    end if;
+    -- The other queue gets the dead letters that exist already.
+    perform pgqueue._wake_dead_letter_queue(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_dead_letter_to(pgqueue.queues, pgqueue.queues) is
-'Checks a new dead_letter_to, and notifies the consumers of that queue: it gets the dead letters that exist already.';
+
+create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
 
 create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
     -- A later queue of this name, perhaps of another owner, gets no dead letters.
-    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name;
-end;
+    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
 $$;
-comment on function pgqueue._on_queue_dropping_dead_letter_to(pgqueue.queues) is
-'Ends dead_letter_to of the queues that name the dropped one. Their dead letters stay where they are.';
 
 create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
 returns void
@@ -10043,9 +9764,6 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._on_queue_sweeping_dead_letter_to(pgqueue.queues) is
-'Takes dead letters of the queues whose dead_letter_to is this queue, in up to eight slices, without waiting for other
-transactions that have locked them.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -10073,9 +9791,10 @@ begin
 end;
 $$;
 comment on function pgqueue._confirm_time(timestamptz) is
-'Compares a reading of the clock with the last one, and returns a time that has passed even if this reading is wrong: an
-earlier one, from which the clock has since moved on by an hour. -infinity if there is none yet.';
+'Returns a time that has passed even if this reading of the clock is wrong: an earlier reading, from which the clock has
+since moved on by an hour; -infinity if there is none yet.';
 
+-- Before this time no archived message has to be kept.
 create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
@@ -10087,9 +9806,6 @@ as $$
         select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
     ) w
 $$;
-comment on function pgqueue._archive_expiry(timestamptz) is
-'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
-promises of queues that stopped archiving or were dropped.';
 
 create function pgqueue._days()
 returns setof date
@@ -10100,8 +9816,6 @@ as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
-comment on function pgqueue._days() is
-'The days of the archive that have a partition.';
 
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -10109,9 +9823,8 @@ language sql stable
 as $$
     select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
-comment on function pgqueue._expired_days(timestamptz) is
-'Returns the days of the archive that no queue needs any more, oldest first.';
 
+-- The caller holds a lock that keeps other sessions from doing the same.
 create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
@@ -10147,10 +9860,8 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._create_missing_days(timestamptz) is
-'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
-today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
+-- Moves unfiled messages, of at most 256 kB and one message, into their days, or deletes them, and returns how many.
 create function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
@@ -10186,92 +9897,53 @@ begin
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz) is
-'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
-those that no queue needs any more, and returns how many were unfiled.';
-
-create function pgqueue._start_archiving(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-set lock_timeout = '500 ms'
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(q.name);
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
-    -- exists" reads the catalog again.
-    execute format('create sequence if not exists %s', mark);
-    perform pgqueue._revoke_default_privileges(mark::regclass);
-    begin
-        -- This lock conflicts only with other sessions that create days.
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(pgqueue._now());
-    exception when lock_not_available then
-        -- Another session is creating the days.
-        return;
-    end;
-end;
-$$;
-comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue, a sequence whose existence makes acknowledgements archive, and the missing days of the
-archive. Creates no days if another session is creating them.';
-
-create function pgqueue._stop_archiving(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-begin
-    -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
-    execute format('drop sequence if exists %s cascade', pgqueue._archive_marker(queue_name));
-    if archive_for is not null then
-        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        -- A clock that is behind must not shorten the time.
-        values (queue_name, archive_for, pgqueue._add_interval(pgqueue._finish_time(), archive_for));
-    end if;
-end;
-$$;
-comment on function pgqueue._stop_archiving(text, interval) is
-'Drops the marker of a queue, and records until when its archived messages have to be kept.';
-
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
+declare
+    mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
 begin
     -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
     -- without rows leaves markers, too.
-    if after.archive_for is distinct from before.archive_for
-        or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
+    if after.archive_for is not distinct from before.archive_for
+        and (after.archive_for is null) = (to_regclass(mark) is null)
     then
-        if after.archive_for is null then
-            perform pgqueue._stop_archiving(after.name, before.archive_for);
-        else
-            perform pgqueue._start_archiving(after);
-        end if;
+        return;
     end if;
+    if after.archive_for is null then
+        -- Any role with access can make a view that depends on the marker. It must not keep the sequence.
+        execute format('drop sequence if exists %s cascade', mark);
+        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
+        -- A clock that is behind must not shorten the time.
+        select before.name, before.archive_for, pgqueue._add_interval(pgqueue._finish_time(), before.archive_for)
+        where before.archive_for is not null;
+        return;
+    end if;
+    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
+    execute format('create sequence if not exists %s', mark);
+    perform pgqueue._revoke_default_privileges(mark::regclass);
+    begin
+        -- This lock conflicts only with other sessions that create days.
+        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+        perform pgqueue._create_missing_days(pgqueue._now());
+    exception when lock_not_available then
+        null;
+    end;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Starts archiving for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(q.name, q.archive_for) $$;
-comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
+as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
 create function pgqueue._truncate_day(day date)
 returns void
@@ -10285,15 +9957,11 @@ begin
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
-comment on function pgqueue._truncate_day(date) is
-'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-comment on function pgqueue._is_day_empty(date) is
-'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create function pgqueue._truncate_expired_day(at timestamptz)
 returns void
@@ -10313,9 +9981,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._truncate_expired_day(timestamptz) is
-'Deletes promises that have ended and truncates one day that no queue needs any more. Raises 55P03
-if it is in use, and 40001.';
 
 create function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
@@ -10342,10 +10007,8 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
-'Creates the days ahead, files unfiled messages, and requests the truncation of a day that no queue needs any more.
-Waits for no lock and raises no error.';
 
+-- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create function pgqueue._drop_days(days date[])
 returns setof date
 language plpgsql volatile
@@ -10375,10 +10038,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive.
-Leaves out a day on which another object depends.';
-
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
 language plpgsql volatile security definer
@@ -10434,25 +10093,6 @@ that cannot be dropped, because a longer transaction uses the archive or a view 
 same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
-
-create function pgqueue._is_day_doubled(day date)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    doubled boolean;
-begin
-    execute format(
-        'select exists ('
-        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
-    into doubled;
-    return doubled;
-end;
-$$;
-comment on function pgqueue._is_day_doubled(date) is
-'Whether a message is twice among the first hundred of a day of the archive.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -10518,7 +10158,15 @@ begin
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
     select min(w.d) into doubled
     from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
-    where pgqueue._is_day_doubled(w.d);
+    where exists (
+        select
+        from (
+            select a.queue_name, a.id, a.finished_at from pgqueue.archived_messages a
+            where a.finished_at >= w.d::timestamp at time zone 'UTC' and a.finished_at < (w.d + 1)::timestamp at time zone 'UTC'
+            order by a.queue_name, a.id limit 100
+        ) c
+        group by c.queue_name, c.id, c.finished_at having count(*) > 1
+    );
     if doubled is not null then
         return next row('warning', null, 'doubled_archive',
             format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
@@ -10528,9 +10176,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
-days, and messages that are there twice.';
 
 create function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
@@ -10550,27 +10195,12 @@ begin
     end if;
     perform pgqueue._check_page(max_messages, 0);
     return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
+    select
+        f.id, f.queue_name, f.payload, f.body, f.headers, f.message_id, f.attempt_count, f.max_attempts, f.enqueued_at,
+        f.claimed_at, f.finished_at, f.expires_at, f.claimed_by, f.last_error
+    from (select a.* from pgqueue.archived_messages a union all select u.* from pgqueue.unfiled_messages u) f
+    where f.queue_name = browse_archived_messages.queue_name collate "C" and f.id < coalesce(before_id, 9223372036854775807)
+    order by f.id desc
     limit max_messages;
 end;
 $$;
@@ -10593,8 +10223,6 @@ begin
         hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
 end;
 $$;
-comment on function pgqueue._raise_stream_not_found(text, text) is
-'Raises PQ005 stream_not_found.';
 
 create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
 returns void
@@ -10610,8 +10238,6 @@ begin
         hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
 end;
 $$;
-comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
-'Raises PQ006 stream_fenced.';
 
 create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
 returns void
@@ -10633,16 +10259,14 @@ begin
         hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
 end;
 $$;
-comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
-'Raises PQ007 stream_out_of_step.';
 
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
-created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
+restored database, and an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -10658,8 +10282,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -10679,8 +10301,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_stream(text, text) is
-'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -10692,8 +10312,6 @@ as $$
         s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
     )::pgqueue.stream
 $$;
-comment on function pgqueue._public_stream(pgqueue.streams) is
-'Returns the public columns of a stream.';
 
 create function pgqueue.stream_open(
     queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
@@ -10806,15 +10424,11 @@ begin
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Deletes the streams of the queue.';
 
 create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -10834,8 +10448,6 @@ begin
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'The findings of doctor about the streams of a queue: reservations that have run out.';
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
@@ -11405,8 +11017,6 @@ begin
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
 end;
 $$;
-comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
-'Raises PQ010 staged_messages_lost.';
 
 create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
 returns void
@@ -11421,8 +11031,6 @@ begin
         hint = hint;
 end;
 $$;
-comment on function pgqueue._raise_in_row(text, int, int, text, text) is
-'Raises an error of a single message again, with its row and partition in the message.';
 
 create function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
@@ -11436,14 +11044,15 @@ declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if partition is null then
-        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
-    end if;
-    if attempt is null then
-        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    if num_nulls(run, partition, attempt) > 0 then
+        perform pgqueue._raise_invalid(n.name, null, n.wanted)
+        from (
+            values
+            (run is null, 'run', 'the id of a run'),
+            (partition is null, 'partition', 'the number of a partition'),
+            (true, 'attempt', 'the number of an attempt')
+        ) as n (is_null, name, wanted)
+        where n.is_null limit 1;
     end if;
     insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
     values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
@@ -11487,9 +11096,6 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
     perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
 end;
 $$;
-comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the
-number of the message.';
 
 create function pgqueue._measure_messages()
 returns trigger
@@ -11542,13 +11148,12 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
-raises an error for messages that enqueue would refuse.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
+-- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
+-- current_user is the owner.
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
@@ -11558,100 +11163,10 @@ as $$
     order by a.token
     for update
 $$;
-comment on function pgqueue._lock_own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run, and locks them: no other session sends or
-deletes them until the transaction ends. Uses session_user, because current_user is the owner inside a security definer
-function.';
 
-create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    earlier pgqueue.sink_commits;
-begin
-    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
-    -- entry.
-    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
-    values (app_id, version, run, messages, session_user, pgqueue._now())
-    on conflict do nothing;
-    if found then
-        if exists (
-            select from pgqueue.sink_commits c
-            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
-        ) then
-            perform pgqueue._raise_invalid('version', version::text,
-                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
-        end if;
-        return true;
-    end if;
-    select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- Messages must not be discarded because of another role's entry: that would lose them.
-    if earlier.committed_by <> session_user then
-        perform pgqueue._raise_invalid('app_id', app_id,
-            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
-    end if;
-    return false;
-end;
-$$;
-comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
-if it is so old that the ledger has forgotten it.';
-
-create function pgqueue._take_staged_keys(
-    q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
-)
+-- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
+create function pgqueue._send_staged(q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz)
 returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    keys text[];
-    ids bigint[];
-begin
-    if not exists (
-        select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null
-    ) then
-        return null;
-    end if;
-    keys := array(
-        select u.key
-        from unnest(tokens) with ordinality as t (token, place)
-        join pgqueue.staged_messages s on s.token = t.token
-        cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
-            as u (key, nothing, place)
-        order by t.place, s.row_number, u.place
-    );
-    -- A message that is staged after this would get no id. sink_commit finds which messages are missing.
-    if cardinality(keys) <> expected then
-        return null;
-    end if;
-    -- As in enqueue_batch, this lock is taken before the ids.
-    lock table only pgqueue.messages in row exclusive mode;
-    ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
-    return array(
-        select case when u.holder = u.id then u.id else 0 end
-        from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
-            as u (id, holder, place)
-        order by u.place
-    );
-end;
-$$;
-comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, timestamptz) is
-'Takes the keys of the messages staged under all tokens of a queue, as enqueue_batch does for one batch. Returns an id
-for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
-null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
-
-create function pgqueue._send_staged(
-    token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
-)
-returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -11661,17 +11176,42 @@ set enable_sort = off
 set jit = off
 as $$
 declare
+    keys text[];
+    ids bigint[];
     published bigint;
     delayed bigint;
     due_at timestamptz;
+    sent bigint[];
 begin
-    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
+    if exists (select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null) then
+        keys := array(
+            select u.key
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages s on s.token = t.token
+            cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
+                as u (key, nothing, place)
+            order by t.place, s.row_number, u.place
+        );
+    end if;
+    -- If the number is wrong, sink_commit finds which messages are missing.
+    if cardinality(keys) = expected then
+        -- As in enqueue_batch, this lock is taken before the ids.
+        lock table only pgqueue.messages in row exclusive mode;
+        ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
+        -- The message of a key that is taken gets the id 0, and is counted but not sent.
+        ids := array(
+            select case when u.holder = u.id then u.id else 0 end
+            from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
+                as u (id, holder, place)
+            order by u.place
+        );
+    end if;
     with staged as not materialized (
-        select s.delays, s.row_number, u.*, ids[s.place + u.place] as id
+        select s.place + u.place as place, u.payload, u.body, u.headers, u.message_id, u.delay, u.expires_in, ids[s.place + u.place] as id
         from (
-            select c.*, _send_staged.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
-            from pgqueue.staged_messages c
-            where c.token = _send_staged.token
+            select c.*, sum(c.messages) over (order by t.place, c.row_number) - c.messages as place
+            from unnest(tokens) with ordinality as t (token, place)
+            join pgqueue.staged_messages c on c.token = t.token
         ) s
         cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
             with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
@@ -11699,31 +11239,29 @@ begin
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
         from (
-            select m.*, row_number() over (partition by m.delay order by m.row_number, m.place) as n
+            select m.*, row_number() over (partition by m.delay order by m.place) as n
             from staged m
-            where m.delays is not null and m.delay > interval '0' and m.id is distinct from 0
+            where m.delay > interval '0' and m.id is distinct from 0
         ) d
-        order by d.row_number, d.place
+        order by d.place
         returning scheduled_messages.due_at
     )
     select
         (select count(*) from due), count(*), min(l.due_at),
-        (
-            select coalesce(sum(c.messages), 0) from pgqueue.staged_messages c
-            where c.token = _send_staged.token and c.largest_bytes <= q.max_payload_bytes
+        array(
+            select coalesce(sum(c.messages) filter (where c.largest_bytes <= q.max_payload_bytes), 0)
+            from unnest(tokens) with ordinality as t (token, place)
+            left join pgqueue.staged_messages c on c.token = t.token
+            group by t.place order by t.place
         )
-    into published, delayed, due_at, handled from later l;
+    into published, delayed, due_at, sent from later l;
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
     perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
-    return handled;
+    return sent;
 end;
 $$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
-'Sends the messages staged under a token, in their order, and returns their number. Leaves out rows that have a message
-over the limit of the queue. ids is the result of _take_staged_keys, and handled the number of messages under earlier
-tokens. A message whose id is 0 is not sent, but counted.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -11740,9 +11278,6 @@ begin
     return discarded;
 end;
 $$;
-comment on function pgqueue._discard_staged(uuid) is
-'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of
-messages.';
 
 create function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -11772,8 +11307,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for invalid arguments of sink_commit.';
 
 create function pgqueue.sink_commit(
     run uuid,
@@ -11789,13 +11322,13 @@ set search_path = pg_catalog, pg_temp
 set jit = off
 as $$
 declare
-    attempts pgqueue.staged_attempts[];
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
+    ledger constant text := coalesce(app_id, run::text);
+    entry constant bigint := coalesce(version, 0);
+    earlier_role name;
     at timestamptz;
-    q pgqueue.queues;
-    winner record;
-    ids bigint[];
-    handled bigint;
-    published bigint;
+    part record;
+    sent bigint[];
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
@@ -11810,42 +11343,54 @@ begin
         where a.run = sink_commit.run and a.staged_by = session_user and a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_sink_commit(
-        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
-    ) then
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    select ledger, entry, run, coalesce(sum(n), 0), session_user, pgqueue._now() from unnest(counts) as n
+    on conflict do nothing;
+    if not found then
+        -- Messages must not be discarded because of another role's entry: that would lose them.
+        select c.committed_by into earlier_role from pgqueue.sink_commits c
+        where c.app_id = ledger collate "C" and c.version = entry;
+        if earlier_role <> session_user then
+            perform pgqueue._raise_invalid('app_id', ledger,
+                format('an app_id of your own: version %s of this one was committed by role %I', entry, earlier_role));
+        end if;
         perform pgqueue._discard_staged(run);
         return false;
     end if;
+    if exists (
+        select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry
+    ) then
+        perform pgqueue._raise_invalid('version', entry::text,
+            format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
+    end if;
 
-    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- Read the clock after all locks are taken: delays count from this time.
-    at := pgqueue._now();
-    for winner in
-        select a as attempt, t.expected
+    for part in
+        select
+            c as queue, array_agg(t.token order by t.place) as tokens, array_agg(t.expected order by t.place) as counts
         from unnest(tokens, counts) with ordinality as t (token, expected, place)
-        left join unnest(attempts) as a on a.token = t.token
-        order by (a).queue_name, t.place
+        left join pgqueue._lock_own_attempts(run) a on a.token = t.token
+        left join pgqueue.queues c on c.name = a.queue_name
+        group by c.name
+        order by c.name
     loop
-        if q.name is distinct from (winner.attempt).queue_name then
-            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
-            select pgqueue._take_staged_keys(q, array_agg(t.token order by t.place), sum(t.expected)::bigint, at)
-            into ids
-            from unnest(tokens, counts) with ordinality as t (token, expected, place)
-            join unnest(attempts) as a on a.token = t.token
-            where a.queue_name = q.name;
-            handled := 0;
-        end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at, ids, handled);
-        if published <> winner.expected then
-            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
-            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
-            order by s.row_number;
+        -- Read the clock after all locks are taken: delays count from this time.
+        at := pgqueue._now();
+        sent := pgqueue._send_staged(part.queue, part.tokens, (select sum(n) from unnest(part.counts) as n)::bigint, at);
+        if sent <> part.counts then
+            perform pgqueue._check_messages(s, a)
+            from pgqueue.staged_messages s join pgqueue.staged_attempts a on a.token = s.token
+            where s.token = any (part.tokens) and s.largest_bytes > (part.queue).max_payload_bytes
+            order by array_position(part.tokens, s.token), s.row_number;
             perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+            perform pgqueue._raise_staged_messages_lost(sink_commit.run, a.partition, n.expected, n.sent)
+            from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
+            left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
+            where n.sent <> n.expected
+            order by n.place;
         end if;
-        handled := handled + published;
-        perform pgqueue._wake_if_waiting(q, pgqueue._now());
+        perform pgqueue._wake_if_waiting(part.queue, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
     return true;
@@ -11969,8 +11514,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';
 -- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
 -- the caller's transaction. The consumers of one queue share its copy.
 
@@ -13054,8 +12597,6 @@ begin
         schema = schema_name, table = table_name, column = column_name;
 end;
 $$;
-comment on function pgqueue._raise_null_column(name, name, name) is
-'Raises 23502: a transport inserted null into a column that must not be null.';
 
 create function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
@@ -13089,6 +12630,8 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
     largest constant int := greatest(65536, q.max_payload_bytes);
     headers jsonb;
+    row_sent record;
+    legacy jsonb;
 begin
     if new.id is null then
         perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
@@ -13117,6 +12660,17 @@ begin
             -- A transport moves a message whose headers it cannot read to the error queue of its endpoint. A consumer
             -- rejects a message whose headers are not an object.
             headers := to_jsonb(new.headers);
+        elsif tg_argv[1] = 'sqlserver' then
+            -- Only the relations of this flavor have the columns, so they are read as JSON, without the body.
+            row_sent := new;
+            row_sent.body := null;
+            legacy := to_jsonb(row_sent);
+            legacy := jsonb_strip_nulls(jsonb_build_object(
+                'NServiceBus.CorrelationId', legacy -> 'correlationid', 'NServiceBus.ReplyToAddress', legacy -> 'replytoaddress'));
+            if legacy <> '{}' then
+                headers := legacy || headers;
+                new.headers := headers::text;
+            end if;
         end if;
     end if;
     insert into pgqueue.messages (
@@ -13137,31 +12691,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._insert_by_transport() is
-'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
-cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
-
-create function pgqueue._add_legacy_headers()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    own constant jsonb := jsonb_strip_nulls(jsonb_build_object(
-        'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress));
-begin
-    if own <> '{}' and jsonb_typeof(new.headers::jsonb) = 'object' then
-        new.headers := (own || new.headers::jsonb)::text;
-    end if;
-    return new;
-exception when others then
-    -- The next trigger deals with headers that cannot be read.
-    return new;
-end;
-$$;
-comment on function pgqueue._add_legacy_headers() is
-'Trigger of a relation of flavor sqlserver: correlationid and replytoaddress become headers if the headers lack them.';
 
 create function pgqueue._assign_transport_place()
 returns trigger
@@ -13176,9 +12705,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at
-the end of the queue, and fills in transport_id and transport_headers.';
 
 create function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -13204,9 +12730,6 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
-receive does. Expired messages are not archived.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -13223,8 +12746,6 @@ begin
         hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
 end;
 $$;
-comment on function pgqueue._raise_exposed(text, regclass) is
-'Raises 42710: the queue already has a relation. A queue has at most one.';
 
 create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -13252,16 +12773,11 @@ exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
 $$;
-comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise.
-Raises PQ004 if a longer transaction uses the table.';
 
 create function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._transport_table(pgqueue.queues) is
-'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
 create function pgqueue._transport_of(q pgqueue.queues)
 returns regclass
@@ -13282,36 +12798,6 @@ exception when undefined_table then
     return null;
 end;
 $$;
-comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation of a queue that the caller has locked; null if it is not exposed. Raises
-40001 if it was exposed after the snapshot was taken.';
-
-create function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
-returns pgqueue.transports
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    lowest bigint;
-begin
-    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
-    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
-    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
-    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
-        t.settled_seq := t.bound_seq;
-        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
-        t.bound_id := nextval('pgqueue.message_id');
-    end if;
-    execute format(
-        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
-    into lowest using t.head;
-    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
-    return t;
-end;
-$$;
-comment on function pgqueue._record_transport_head(pgqueue.queues, pgqueue.transports) is
-'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
-may appear.';
 
 create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
@@ -13327,53 +12813,66 @@ declare
     at constant timestamptz := pgqueue._now();
     past_the_end constant bigint := 9223372036854775807;
     table_name constant text := pgqueue._transport_table(q);
+    seen pgqueue.transports;
     t pgqueue.transports;
-    locked_row pgqueue.transports;
+    lowest bigint;
     is_due boolean;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
     end if;
-    execute format('select t.head, t.next_at from %s t', table_name) into t.head, t.next_at;
+    execute format('select t.head, t.next_at from %s t', table_name) into seen.head, seen.next_at;
     -- A transaction that receives can stay open while its handler works, and would hold the row for that long. For two
     -- seconds it leaves this work to statements that only read. A next_at more than a minute ahead was set while the
     -- clock was wrong, and is ignored.
     if current_setting('transaction_read_only')::boolean
-        or t.next_at < at + interval '1 min' and (
-            t.next_at > at
-            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        or seen.next_at < at + interval '1 min' and (
+            seen.next_at > at
+            or seen.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
         )
     then
-        return t.head;
+        return seen.head;
     end if;
     -- A fixed snapshot does not show all rows up to settled_seq.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id from %s t'
             ' for no key update skip locked', table_name)
-        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.bound_id;
+        into t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id;
     end if;
     if not pgqueue._try_lock_existing_queue(q) then
-        return t.head;
+        return seen.head;
     end if;
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
     is_due := exists (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
-    if is_due and (locked_row.head is not null or t.next_at not between at - interval '2 s' and at + interval '1 min') then
+    if is_due and (t.head is not null or seen.next_at not between at - interval '2 s' and at + interval '1 min') then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
     end if;
-    if locked_row.head is not null then
-        -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the
-        -- vacant ones.
-        perform pgqueue._adopt_messages(q);
-        perform pgqueue._record_vacant_ids(q, at, 0);
-        t := pgqueue._record_transport_head(q, locked_row);
-        execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-        perform pgqueue._do_maintenance_if_due(at);
+    if t.head is null then
+        return seen.head;
     end if;
+    -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the vacant
+    -- ones.
+    perform pgqueue._adopt_messages(q);
+    perform pgqueue._record_vacant_ids(q, at, 0);
+    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
+    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
+    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
+    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
+        t.bound_id := nextval('pgqueue.message_id');
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
+    using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
+    perform pgqueue._do_maintenance_if_due(at);
     return t.head;
 end;
 $$;
@@ -13475,13 +12974,7 @@ begin
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
-        ' execute function pgqueue._insert_by_transport(%L)', relation, q.name);
-    if flavor = 'sqlserver' then
-        -- Triggers fire in the order of their names.
-        execute format(
-            'create trigger add_legacy_headers instead of insert on %s for each row'
-            ' execute function pgqueue._add_legacy_headers()', relation);
-    end if;
+        ' execute function pgqueue._insert_by_transport(%L, %L)', relation, q.name, flavor);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
@@ -13493,9 +12986,6 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
-returns its address.';
 
 create function pgqueue._transport_address(relation regclass)
 returns text
@@ -13505,8 +12995,6 @@ as $$
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
-comment on function pgqueue._transport_address(regclass) is
-'Returns the address of a relation, in the form that a transport uses.';
 
 create function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
 returns void
@@ -13527,8 +13015,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, name) is
-'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create function pgqueue.expose_transport(
     queue_name pgqueue.queue_of_admin,
@@ -13619,8 +13105,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._unexpose(pgqueue.queues) is
-'Drops the relation of a queue; returns false if there is none.';
 
 create function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
 returns boolean
@@ -13665,18 +13149,15 @@ begin
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
         'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
-        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and g.tgargs = $3'
+        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, seq_register::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    using q.name, seq_register::regclass, e'\\000';
     perform pgqueue._sync_archive_trigger(q);
     if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
-'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
-have one.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -13698,16 +13179,11 @@ begin
     perform pgqueue._sync_archive_trigger(after);
 end;
 $$;
-comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets a
-rate_limit, and 40001 if an old snapshot may hide that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._unexpose(q) $$;
-comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues) is
-'Drops the relation of the queue.';
 
 create function pgqueue._findings_of_transport(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -13753,9 +13229,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped by hand, its sequence is behind, or an index on
-expires is missing.';
 -- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
 -- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
 
@@ -13791,9 +13264,6 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._match_subscription() is
-'Trigger of subscriptions. subscribe gives the name of a queue: queue_address becomes the address of its relation, if it
-has one. An endpoint gives an address: queue_name becomes the queue to which it leads. Raises 22023, 23502, PQ001.';
 
 create or replace trigger match_new_subscription
 before insert on pgqueue.subscriptions
@@ -13809,8 +13279,6 @@ create function pgqueue._subscriptions_comment()
 returns text
 language sql immutable parallel safe
 as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
-comment on function pgqueue._subscriptions_comment() is
-'Returns the comment that marks the relations of expose_subscriptions.';
 
 create function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
@@ -13916,9 +13384,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_routing(pgqueue.queues) is
-'The findings of doctor about a subscribed queue that endpoints do not find, because it has no relation or the relation
-was renamed by hand.';
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
@@ -14094,9 +13559,6 @@ begin
             (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
-comment on function pgqueue._is_idle(pgqueue.queues, timestamptz) is
-'Whether a queue holds no message, and no session has claimed, received or waited in it for its expires_after_idle, by
-its registers, to five seconds.';
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -14178,8 +13640,6 @@ as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
-comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
-'Drops up to ten idle queues when a queue is created.';
 
 create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -14192,12 +13652,11 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
-'Drops up to ten idle queues when a queue becomes dedicated.';
 -- Results of messages: outcome, value, errors, attempts. The sender creates a result with the message, and a consumer
 -- writes the outcome in the transaction of its acknowledgement. Nothing is written when a message dies or is removed:
 -- get_result looks for the message.
 
+-- A result that is not finished has failed if its message is gone.
 create function pgqueue._as_result(r pgqueue.results)
 returns pgqueue.result
 language plpgsql volatile
@@ -14220,8 +13679,6 @@ begin
         r.started_at, r.last_attempted_at, coalesce(r.finished_at, dead.died_at), r.expires_at)::pgqueue.result;
 end;
 $$;
-comment on function pgqueue._as_result(pgqueue.results) is
-'A result as the public functions return it. It has failed if it is not finished and its message is gone.';
 
 create function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
@@ -14330,6 +13787,7 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
+-- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
 create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
 returns bigint
 language sql volatile
@@ -14351,9 +13809,6 @@ as $$
     )
     select count(*) from gone
 $$;
-comment on function pgqueue._purge_results(pgqueue.queues, timestamptz, int) is
-'Deletes up to batch_size results that have expired before a time or, if a queue is given, those of the queue that ended
-before it, and returns how many. Waits for no other transaction.';
 
 create function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
 returns bigint
@@ -14377,24 +13832,16 @@ that have expired, so this call is for what shall go earlier. Raises 22023, PQ00
 
 create function pgqueue._on_housekeeping_due_results(at timestamptz)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
-    if pgqueue._purge_results(null, at, 1000) = 1000 then
-        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
-    end if;
-end;
+    select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
+    where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
-comment on function pgqueue._on_housekeeping_due_results(timestamptz) is
-'Deletes results that have expired, 1000 at a time.';
 
 create function pgqueue._on_queue_dropping_results(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_results(pgqueue.queues) is
-'Deletes the results of the queue.';
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
@@ -14413,8 +13860,6 @@ begin
         hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
 end;
 $$;
-comment on function pgqueue._raise_not_read_committed(text) is
-'Raises 25001: the call is in a transaction that keeps its snapshot.';
 
 create function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
@@ -14439,8 +13884,6 @@ as $$
     select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
-comment on function pgqueue._compactable_tables() is
-'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
@@ -14460,8 +13903,6 @@ as $$
     where s.bytes >= t.least_bytes
     order by s.bytes desc
 $$;
-comment on function pgqueue._overgrown_tables() is
-'The tables that are large and, by the statistics, nearly all dead, the largest first.';
 
 create function pgqueue._pinned_transactions()
 returns bigint
@@ -14511,8 +13952,6 @@ as $$
     where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
-comment on function pgqueue._tables_to_compact() is
-'The tables that are compacted automatically, the largest first.';
 
 create function pgqueue._is_compaction_on()
 returns boolean
@@ -14576,8 +14015,6 @@ as $$
     from pg_catalog.pg_attribute a
     where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
 $$;
-comment on function pgqueue._column_list(regclass, text, text) is
-'The columns of a table that an insert can set, each formatted with the pattern.';
 
 create function pgqueue._rewrite_table(relation regclass, kept anyarray)
 returns bigint
@@ -14691,8 +14128,6 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
-'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create function pgqueue._compact_overgrown(at timestamptz)
 returns void
@@ -14761,8 +14196,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._compact_tables(text, regclass[]) is
-'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
 
 create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
@@ -14890,8 +14323,6 @@ exception when lock_not_available then
     null;
 end;
 $$;
-comment on function pgqueue._findings_of_compact(pgqueue.queues) is
-'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
 -- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role.
 
@@ -15251,7 +14682,7 @@ as $$
         from (
             select
                 c.oid::regclass as relation, c.relowner, c.relacl,
-                convert_from(substr(t.tgargs, 1, octet_length(t.tgargs) - 1), 'UTF8') as queue_name
+                split_part(encode(t.tgargs, 'escape'), e'\\000', 1) as queue_name
             from pg_trigger t
             join pg_class c on c.oid = t.tgrelid
             where q.name is null and t.tgfoid = 'pgqueue._insert_by_transport'::regproc
