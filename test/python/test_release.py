@@ -111,6 +111,7 @@ def test_a_release_has_the_version_everywhere_and_its_scripts_never_change(check
     environment = os.environ | {"PYTHONPATH": str(site)}
     (metadata,) = site.glob("pgqueue_sql-9.0.0.dist-info/METADATA")
     assert "Project-URL: Homepage, https://git.example.org/ann/pgqueue\n" in metadata.read_text(encoding="utf-8")
+    assert "](https://git.example.org/ann/pgqueue/blob/v9.0.0/README.md)" in metadata.read_text(encoding="utf-8")
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert said.stdout == "9.0.0 True\n"
 
