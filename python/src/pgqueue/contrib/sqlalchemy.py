@@ -6,8 +6,7 @@ its message.
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from types import TracebackType
-from typing import Any, Generic, Never, TypeVar, overload
+from typing import Any, Never, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
 
 import psycopg
@@ -18,7 +17,6 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg, PGDialectA
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
-    AsyncEngine,
     AsyncSession,
     async_scoped_session,
     async_sessionmaker,
@@ -36,8 +34,8 @@ from ..consumer import Delivery
 __all__ = ["queue_of", "session_of"]
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Session)
-A = TypeVar("A", bound=AsyncSession)
+S = TypeVar("S", bound=Session, covariant=True)
+A = TypeVar("A", bound=AsyncSession, covariant=True)
 Source = Session | scoped_session[Any] | Connection
 AsyncSource = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
@@ -167,39 +165,15 @@ _COMMIT = (
 _ROLLBACK = "the consumer ends this transaction, when the handler has returned; roll back the session instead"
 
 
-class SessionBlock(Generic[S, A]):
+class SessionBlock(Protocol[S, A]):
     """The block of `session_of`: `with` gives a `Session`, in a handler of `AsyncConsumer` `async with` an
     `AsyncSession`.
     """
 
-    def __init__(self, connection: Any, sessions: Callable[..., Any] | None) -> None:
-        self._connection = connection
-        self._sessions = sessions
-        self._block: Any = None
-
-    def __enter__(self) -> S:
-        if isinstance(self._connection, psycopg.AsyncConnection):
-            raise TypeError("the consumer is an AsyncConsumer: use `async with session_of(delivery)`")
-        self._block = _session(self._connection, self._sessions or Session)
-        session: S = self._block.__enter__()
-        return session
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._block.__exit__(kind, error, trace)
-
-    async def __aenter__(self) -> A:
-        if not isinstance(self._connection, psycopg.AsyncConnection):
-            raise TypeError("the consumer is no AsyncConsumer: use `with session_of(delivery)`")
-        self._block = _async_session(self._connection, self._sessions or AsyncSession)
-        session: A = await self._block.__aenter__()
-        return session
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._block.__aexit__(kind, error, trace)
+    def __enter__(self) -> S: ...
+    def __exit__(self, *error: Any) -> None: ...
+    async def __aenter__(self) -> A: ...
+    async def __aexit__(self, *error: Any) -> None: ...
 
 
 @overload
@@ -231,7 +205,9 @@ def session_of(delivery: Delivery, sessions: Any = None) -> Any:
         raise ValueError(
             "invalid delivery: has no transaction; the consumer must have transactional=True or mode='receive'"
         )
-    return SessionBlock(delivery.connection, sessions)
+    if isinstance(delivery.connection, psycopg.AsyncConnection):
+        return _async_session(delivery.connection, sessions or AsyncSession)
+    return _session(delivery.connection, sessions or Session)
 
 
 @contextmanager
@@ -251,7 +227,7 @@ def _session(connection: psycopg.Connection[Any], sessions: Callable[..., Sessio
 async def _async_session(
     connection: psycopg.AsyncConnection[Any], sessions: Callable[..., AsyncSession]
 ) -> AsyncIterator[AsyncSession]:
-    engine = _async_engine_of(connection)
+    engine = _engine_of(connection)
     _refuse_another(engine.sync_engine)
     with _in_rows_of_tuples(connection):
         async with engine.connect() as bound:
@@ -348,25 +324,20 @@ _URL = "postgresql+pgqueue://"
 _OPTIONS: dict[str, Any] = {"poolclass": NullPool, "pool_reset_on_return": None}
 # One for each connection, with the compiled statements and what SQLAlchemy has asked the server. A consumer keeps its
 # connections.
-_engines: WeakKeyDictionary[psycopg.Connection[Any], Engine] = WeakKeyDictionary()
-_async_engines: WeakKeyDictionary[psycopg.AsyncConnection[Any], AsyncEngine] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def _engine_of(connection: psycopg.Connection[Any]) -> Engine:
-    engine = _engines.get(connection)
-    if engine is None:
-        found = ref(connection)
-        engine = _engines[connection] = create_engine(_URL, creator=lambda: found(), **_OPTIONS)
-    return engine
-
-
-def _async_engine_of(connection: psycopg.AsyncConnection[Any]) -> AsyncEngine:
-    engine = _async_engines.get(connection)
-    if engine is None:
+def _engine_of(connection: Any) -> Any:
+    """The `Engine` or `AsyncEngine` of a connection."""
+    if connection not in _engines:
         found = ref(connection)
 
         async def creator() -> Any:
             return found()
 
-        engine = _async_engines[connection] = create_async_engine(_URL, async_creator=creator, **_OPTIONS)
-    return engine
+        _engines[connection] = (
+            create_async_engine(_URL, async_creator=creator, **_OPTIONS)
+            if isinstance(connection, psycopg.AsyncConnection)
+            else create_engine(_URL, creator=lambda: found(), **_OPTIONS)
+        )
+    return _engines[connection]
