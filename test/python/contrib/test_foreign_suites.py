@@ -83,9 +83,10 @@ def test_kombus_integration_tests_pass(unpacked: Unpacked, dsn: str, which: str,
 @long
 @pytest.mark.parametrize("file", ["test_canvas.py", "test_inspect.py", "test_security.py", "test_tasks.py"])
 def test_no_test_of_celery_fails_that_passes_with_redis(unpacked: Unpacked, dsn: str, redis: int, file: str) -> None:
-    """One of test_canvas.py fails with both: `test_chord_header_id_duplicated_on_rabbitmq_msg_duplication` sends an
-    object as a property, which only AMQP drops. `test_trace_log_arguments` of test_tasks.py is left out: it wants log
-    records that this pytest does not have, with each broker, and waits for ever if it runs alone.
+    """One of test_canvas.py fails, and Celery expects it to fail with Redis: as
+    `test_chord_header_id_duplicated_on_rabbitmq_msg_duplication` sends an object as a property, which only AMQP drops.
+    `test_trace_log_arguments` of test_tasks.py is left out: it wants log records that this pytest does not have, with
+    each broker, and waits for ever if it runs alone.
     """
     home = unpacked("celery")
     (home / "pgqueue_alias.py").write_text("import pgqueue.contrib.celery\n")
