@@ -224,21 +224,17 @@ class HandlerCalls:
             limit = self._settings.handler_timeout
             self.claims.send(settlement(self._runtime, late[0], error, limit.total_seconds() if limit else None))
         if left:
-            self._start([self.claims.renew(message) for message in left], self._handle_each)
+            self._start([self.claims.renew(message) for message in left], partial(self._handle, is_together=False))
 
     # Lease mode
 
-    async def _handle(self, call: HandlerCall) -> None:
+    async def _handle(self, call: HandlerCall, is_together: bool = True) -> None:
+        """Give the messages to the handler. If several fail, it gets each by itself: only one that causes it fails."""
         work = self._work_in_transaction if self._settings.in_transaction else self._work
-        error, seconds = await work(call, call.messages)
-        if error is not None and len(call.messages) > 1:
-            await self._handle_each(call)
-        elif error is not None:
-            await self._settle_failure(call, call.messages[0], error, seconds)
-
-    async def _handle_each(self, call: HandlerCall) -> None:
-        """Give each message to the handler by itself, so that only the one that caused an error fails."""
-        work = self._work_in_transaction if self._settings.in_transaction else self._work
+        if is_together and len(call.messages) > 1:
+            error, _ = await work(call, call.messages)
+            if error is None:
+                return
         for message in call.messages:
             if not message.is_void:
                 error, seconds = await work(call, [message])
