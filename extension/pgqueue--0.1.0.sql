@@ -1032,8 +1032,6 @@ create function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
-comment on function pgqueue._with_number(bigint, text) is
-'A number and its noun for a message, such as 1 message and 2 messages.';
 
 create function pgqueue._element(argument text, place bigint, messages int)
 returns text
@@ -1144,8 +1142,7 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have
-committed.';
+'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
 
 create function pgqueue._raise_role_not_found(role_name name)
 returns void
@@ -1175,8 +1172,6 @@ begin
         hint = 'The owner can grant this privilege.';
 end;
 $$;
-comment on function pgqueue._raise_not_allowed(name, text, text) is
-'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
@@ -1338,17 +1333,15 @@ as $$
 $$;
 comment on function pgqueue._has_time() is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
-Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
-makes progress, and later calls do the rest.';
+Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.';
 
 create function pgqueue._is_walk_over(at timestamptz)
 returns boolean
 language sql volatile
 as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
 comment on function pgqueue._is_walk_over(timestamptz) is
-'Whether a claim that began at this time has to end its walk over messages that no claim has passed, because half of
-statement_timeout has passed, and 20 ms. The walk then takes the messages that have expired or have no attempts left,
-too: so it ends, and the register passes them. Inlined.';
+'Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then takes
+messages to remove, too: so it ends, and the register passes them. Inlined.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -1822,9 +1815,8 @@ begin
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
-'For callers that must see everything about the object and hold the lock that keeps others from adding to it. Raises
-40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
-object cannot be known.';
+'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
+snapshot and any transaction has committed since.';
 
 create function pgqueue._require_untruncated(tables regclass[])
 returns void
@@ -1889,8 +1881,8 @@ begin
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
-'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
-exists but was created after the snapshot, or if a compaction after the snapshot hides messages.';
+'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
+or than a compaction.';
 
 create function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
@@ -2791,8 +2783,8 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve_queue(pgqueue.queues, boolean) is
-'The part of create_queue under the lock of the queue. Returns the queue of this name; if there is none, a row without a
-name, with the number of the new queue and whether it has a table of its own. Raises PQ004, 40001.';
+'The part of create_queue under the lock of the queue. Returns the queue of this name, or else a row without a name that
+has the number of the new queue, and whether it has a table of its own.';
 
 create function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
@@ -3196,8 +3188,7 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue in slices, and returns their number. A purge ends when its time is over, and truncates
-a dedicated table. A drop removes all, and the dedicated table.';
+'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -8088,8 +8079,7 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back to messages, up to wanted and within ranges that the calling function does not read
-otherwise, and the number of messages for which each stands.';
+'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int
@@ -8475,8 +8465,8 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
-dead letters. Excludes messages that came back to ids that sweeps skip.';
+'Counts up to 10,000 rows, and estimates beyond. dead are the messages that the next sweep moves to the dead letters.
+Messages that came back to ids that sweeps skip are not counted.';
 
 create function pgqueue._requeued_stats(
     q pgqueue.queues, at timestamptz,
@@ -8577,8 +8567,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._count_others(text, boolean) is
-'Counts the dead letters or the rows of scheduled_messages of a queue up to 10,000, and estimates beyond.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -9072,15 +9060,6 @@ declare
     late_from timestamptz;
     was_ahead boolean;
 begin
-    if ahead_until is not null then
-        return next row('warning', q.name, 'clock_ahead',
-            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
-            format(
-                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
-                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
-                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
-                at, q.name, at + interval '1 min', at + interval '12 h 1 min'))::pgqueue.finding;
-    end if;
     -- A returned message does not show that the clock was ahead. Other messages and dead letters do.
     select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
     from (
@@ -9098,17 +9077,24 @@ begin
     ) w
     where w.enqueued_at <= at + interval '1 min'
         and (w.attempt_count > 0 or w.claimed_by is not null or was_ahead and w.due_at <= seen_at);
-    if delayed_until is not null then
-        return next row('warning', q.name, 'clock_ahead',
+    return query
+    select f.severity, q.name, f.finding, f.detail, f.repair
+    from (values
+        (ahead_until is not null, 'warning', 'clock_ahead',
+            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
+            format(
+                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
+                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
+                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
+                at, q.name, at + interval '1 min', at + interval '12 h 1 min')),
+        (delayed_until is not null, 'warning', 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', delayed_until),
             format(
                 'update pgqueue.scheduled_messages'
                 ' set due_at = greatest(%1$L, clock_timestamp()) + (due_at - enqueued_at), enqueued_at = %1$L'
                 ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
-                at, q.name, at + interval '1 min'))::pgqueue.finding;
-    end if;
-    if late_until is not null then
-        return next row('info', q.name, 'late_retries',
+                at, q.name, at + interval '1 min')),
+        (late_until is not null, 'info', 'late_retries',
             case
                 when was_ahead then format('messages wait for up to %s: they were returned while the clock was ahead, until %s, or somebody asked for it',
                     late_until - at, seen_at)
@@ -9120,8 +9106,9 @@ begin
                 'update pgqueue.scheduled_messages set due_at = greatest(%1$L, clock_timestamp()) where queue_name = %2$L and due_at > %3$L'
                 ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null%5$s); -- if nobody has asked for it',
                 at, q.name, late_from, at + interval '1 min',
-                case when was_ahead then format(' or due_at <= %L', seen_at) end))::pgqueue.finding;
-    end if;
+                case when was_ahead then format(' or due_at <= %L', seen_at) end))
+    ) as f (is_found, severity, finding, detail, repair)
+    where f.is_found;
 end;
 $$;
 
@@ -11802,37 +11789,29 @@ begin
     if cardinality(fields) is distinct from 5 then
         perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
     end if;
-    -- Each step is materialized: otherwise every use of a column would match the part again.
-    with parsed as materialized (
+    -- Materialized: otherwise every use of a column would match the part again.
+    with ranges as materialized (
         select
-            l.n, l.least_value, l.most_value, p.part, l.names,
-            -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
-            regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+            l.n, l.least_value, l.most_value, p.part, coalesce(m[4]::int, 1) as step,
+            case when m[1] = '*' then l.least_value else v.lower_end end as first_value,
+            -- 5/15 is from 5 on.
+            case
+                when m[1] = '*' or m[3] is null and m[4] is not null then l.most_value
+                when m[3] is null then v.lower_end
+                else v.upper_end
+            end as last_value
         from (values
             (1, 0, 59, '{}'::text[]), (2, 0, 23, '{}'), (3, 1, 31, '{}'),
             (4, 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'), (5, 0, 7, '{sun,mon,tue,wed,thu,fri,sat}')
         ) as l (n, least_value, most_value, names)
         cross join string_to_table(fields[l.n], ',') as p (part)
-    ),
-    numbered as materialized (
-        select
-            p.*, coalesce(p.m[4]::int, 1) as step,
-            case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
-            case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
-        from parsed p
-    ),
-    ranges as materialized (
-        select
-            u.n, u.least_value, u.most_value, u.part, u.step,
-            case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,
-            case
-                when u.m[1] = '*' then u.most_value
-                when u.m[3] is not null then u.upper_end
-                -- As in 5/15: from 5 on.
-                when u.m[4] is not null then u.most_value
-                else u.lower_end
-            end as last_value
-        from numbered u
+        -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+        cross join regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+        cross join lateral (
+            select
+                case when m[2] ~ '^[0-9]' then m[2]::int else array_position(l.names, m[2]) - 1 + l.least_value end as lower_end,
+                case when m[3] ~ '^[0-9]' then m[3]::int else array_position(l.names, m[3]) - 1 + l.least_value end as upper_end
+        ) as v
     )
     select
         min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
@@ -12037,8 +12016,6 @@ begin
     where c.name = s.name;
 end;
 $$;
-comment on function pgqueue._add_tick_message(pgqueue.schedules, timestamptz) is
-'Adds the message of a tick and records it as the next one. If tick is null, the schedule has no next tick.';
 
 create function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
 returns timestamptz
@@ -12103,8 +12080,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_next_tick_message() is
-'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick. If its time
-cannot be computed, the schedule stops: housekeeping tries again, and doctor reports it.';
+'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
@@ -12142,9 +12118,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_schedule(text, name) is
-'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
-queue.';
 
 create function pgqueue._check_schedule(s pgqueue.schedules)
 returns pgqueue.schedules
@@ -12200,15 +12173,10 @@ begin
     if if_not_exists is null then
         perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
     end if;
-    s.name := name;
-    s.queue_name := queue_name;
-    s.cron := cron;
-    s.payload := payload;
     perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
-    s.headers := pgqueue._with_group_and_priority(headers, group_key, priority);
-    s.time_zone := time_zone;
-    s.paused := paused;
-    s.catch_up := catch_up;
+    s := row(
+        name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,
+        paused, catch_up, null, null, null);
     s := pgqueue._check_schedule(s);
     insert into pgqueue.schedules select (s).* on conflict do nothing;
     if not found then
@@ -14391,8 +14359,6 @@ as $$
         ('select, insert, update, delete', '{raw}'::text[]), ('select', '{reader}')
     ) as p (privileges, accesses)
 $$;
-comment on function pgqueue._access_privileges() is
-'The privileges that each kind of access includes; for_all: only access to all queues.';
 
 create function pgqueue._granted_access()
 returns table (role_name name, access text, queue_name text, access_view regclass)
@@ -14437,8 +14403,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_access(name, text, text) is
-'Raises 22023 for an unknown kind of access or an invalid pattern, and 42704 for an unknown role.';
 
 create function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
@@ -14457,14 +14421,6 @@ begin
 end;
 $$;
 
-create function pgqueue._serialize_grants()
-returns void
-language sql volatile
-as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
-comment on function pgqueue._serialize_grants() is
-'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
-one function at once. No queue has the empty name, so the lock is free for this purpose.';
-
 create function pgqueue.grant_access(role_name name, access text, queue_name text default null)
 returns void
 language plpgsql volatile security definer
@@ -14478,7 +14434,9 @@ begin
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    perform pgqueue._serialize_grants();
+    -- PostgreSQL raises an error if two transactions change the privileges of one function at once. No queue has the
+    -- empty name, so its lock is free for this purpose.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
@@ -14550,7 +14508,7 @@ begin
     if dropped is null then
         return;
     end if;
-    perform pgqueue._serialize_grants();
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
     from pgqueue._granted_access() g
     where g.access_view = dropped;
@@ -14558,8 +14516,6 @@ begin
     execute format('drop view %s cascade', dropped);
 end;
 $$;
-comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
-'Ends the access that was granted for this queue. Access by a pattern stays.';
 
 create function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
 returns void
@@ -14578,7 +14534,7 @@ begin
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    perform pgqueue._serialize_grants();
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);

@@ -24,14 +24,12 @@ as $$
 $$;
 comment on function pgqueue._has_time() is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
-Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
-makes progress, and later calls do the rest.';
+Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.';
 
 create or replace function pgqueue._is_walk_over(at timestamptz)
 returns boolean
 language sql volatile
 as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
 comment on function pgqueue._is_walk_over(timestamptz) is
-'Whether a claim that began at this time has to end its walk over messages that no claim has passed, because half of
-statement_timeout has passed, and 20 ms. The walk then takes the messages that have expired or have no attempts left,
-too: so it ends, and the register passes them. Inlined.';
+'Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then takes
+messages to remove, too: so it ends, and the register passes them. Inlined.';

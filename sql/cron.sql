@@ -37,37 +37,29 @@ begin
     if cardinality(fields) is distinct from 5 then
         perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
     end if;
-    -- Each step is materialized: otherwise every use of a column would match the part again.
-    with parsed as materialized (
+    -- Materialized: otherwise every use of a column would match the part again.
+    with ranges as materialized (
         select
-            l.n, l.least_value, l.most_value, p.part, l.names,
-            -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
-            regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+            l.n, l.least_value, l.most_value, p.part, coalesce(m[4]::int, 1) as step,
+            case when m[1] = '*' then l.least_value else v.lower_end end as first_value,
+            -- 5/15 is from 5 on.
+            case
+                when m[1] = '*' or m[3] is null and m[4] is not null then l.most_value
+                when m[3] is null then v.lower_end
+                else v.upper_end
+            end as last_value
         from (values
             (1, 0, 59, '{}'::text[]), (2, 0, 23, '{}'), (3, 1, 31, '{}'),
             (4, 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'), (5, 0, 7, '{sun,mon,tue,wed,thu,fri,sat}')
         ) as l (n, least_value, most_value, names)
         cross join string_to_table(fields[l.n], ',') as p (part)
-    ),
-    numbered as materialized (
-        select
-            p.*, coalesce(p.m[4]::int, 1) as step,
-            case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
-            case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
-        from parsed p
-    ),
-    ranges as materialized (
-        select
-            u.n, u.least_value, u.most_value, u.part, u.step,
-            case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,
-            case
-                when u.m[1] = '*' then u.most_value
-                when u.m[3] is not null then u.upper_end
-                -- As in 5/15: from 5 on.
-                when u.m[4] is not null then u.most_value
-                else u.lower_end
-            end as last_value
-        from numbered u
+        -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+        cross join regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+        cross join lateral (
+            select
+                case when m[2] ~ '^[0-9]' then m[2]::int else array_position(l.names, m[2]) - 1 + l.least_value end as lower_end,
+                case when m[3] ~ '^[0-9]' then m[3]::int else array_position(l.names, m[3]) - 1 + l.least_value end as upper_end
+        ) as v
     )
     select
         min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (

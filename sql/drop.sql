@@ -87,8 +87,7 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue in slices, and returns their number. A purge ends when its time is over, and truncates
-a dedicated table. A drop removes all, and the dedicated table.';
+'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint

@@ -5,8 +5,6 @@ create or replace function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
-comment on function pgqueue._with_number(bigint, text) is
-'A number and its noun for a message, such as 1 message and 2 messages.';
 
 create or replace function pgqueue._element(argument text, place bigint, messages int)
 returns text
@@ -117,8 +115,7 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have
-committed.';
+'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
 
 create or replace function pgqueue._raise_role_not_found(role_name name)
 returns void
@@ -148,5 +145,3 @@ begin
         hint = 'The owner can grant this privilege.';
 end;
 $$;
-comment on function pgqueue._raise_not_allowed(name, text, text) is
-'Raises 42501: the caller lacks a privilege that the security definer function itself has.';

@@ -192,15 +192,6 @@ declare
     late_from timestamptz;
     was_ahead boolean;
 begin
-    if ahead_until is not null then
-        return next row('warning', q.name, 'clock_ahead',
-            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
-            format(
-                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
-                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
-                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
-                at, q.name, at + interval '1 min', at + interval '12 h 1 min'))::pgqueue.finding;
-    end if;
     -- A returned message does not show that the clock was ahead. Other messages and dead letters do.
     select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
     from (
@@ -218,17 +209,24 @@ begin
     ) w
     where w.enqueued_at <= at + interval '1 min'
         and (w.attempt_count > 0 or w.claimed_by is not null or was_ahead and w.due_at <= seen_at);
-    if delayed_until is not null then
-        return next row('warning', q.name, 'clock_ahead',
+    return query
+    select f.severity, q.name, f.finding, f.detail, f.repair
+    from (values
+        (ahead_until is not null, 'warning', 'clock_ahead',
+            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
+            format(
+                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
+                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
+                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
+                at, q.name, at + interval '1 min', at + interval '12 h 1 min')),
+        (delayed_until is not null, 'warning', 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', delayed_until),
             format(
                 'update pgqueue.scheduled_messages'
                 ' set due_at = greatest(%1$L, clock_timestamp()) + (due_at - enqueued_at), enqueued_at = %1$L'
                 ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
-                at, q.name, at + interval '1 min'))::pgqueue.finding;
-    end if;
-    if late_until is not null then
-        return next row('info', q.name, 'late_retries',
+                at, q.name, at + interval '1 min')),
+        (late_until is not null, 'info', 'late_retries',
             case
                 when was_ahead then format('messages wait for up to %s: they were returned while the clock was ahead, until %s, or somebody asked for it',
                     late_until - at, seen_at)
@@ -240,8 +238,9 @@ begin
                 'update pgqueue.scheduled_messages set due_at = greatest(%1$L, clock_timestamp()) where queue_name = %2$L and due_at > %3$L'
                 ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null%5$s); -- if nobody has asked for it',
                 at, q.name, late_from, at + interval '1 min',
-                case when was_ahead then format(' or due_at <= %L', seen_at) end))::pgqueue.finding;
-    end if;
+                case when was_ahead then format(' or due_at <= %L', seen_at) end))
+    ) as f (is_found, severity, finding, detail, repair)
+    where f.is_found;
 end;
 $$;
 

@@ -66,8 +66,6 @@ as $$
         ('select, insert, update, delete', '{raw}'::text[]), ('select', '{reader}')
     ) as p (privileges, accesses)
 $$;
-comment on function pgqueue._access_privileges() is
-'The privileges that each kind of access includes; for_all: only access to all queues.';
 
 create or replace function pgqueue._granted_access()
 returns table (role_name name, access text, queue_name text, access_view regclass)
@@ -112,8 +110,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_access(name, text, text) is
-'Raises 22023 for an unknown kind of access or an invalid pattern, and 42704 for an unknown role.';
 
 create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
@@ -132,14 +128,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._serialize_grants()
-returns void
-language sql volatile
-as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
-comment on function pgqueue._serialize_grants() is
-'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
-one function at once. No queue has the empty name, so the lock is free for this purpose.';
-
 create or replace function pgqueue.grant_access(role_name name, access text, queue_name text default null)
 returns void
 language plpgsql volatile security definer
@@ -153,7 +141,9 @@ begin
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    perform pgqueue._serialize_grants();
+    -- PostgreSQL raises an error if two transactions change the privileges of one function at once. No queue has the
+    -- empty name, so its lock is free for this purpose.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
@@ -225,7 +215,7 @@ begin
     if dropped is null then
         return;
     end if;
-    perform pgqueue._serialize_grants();
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
     from pgqueue._granted_access() g
     where g.access_view = dropped;
@@ -233,8 +223,6 @@ begin
     execute format('drop view %s cascade', dropped);
 end;
 $$;
-comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
-'Ends the access that was granted for this queue. Access by a pattern stays.';
 
 create or replace function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
 returns void
@@ -253,7 +241,7 @@ begin
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    perform pgqueue._serialize_grants();
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);

@@ -73,9 +73,8 @@ begin
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
-'For callers that must see everything about the object and hold the lock that keeps others from adding to it. Raises
-40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
-object cannot be known.';
+'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
+snapshot and any transaction has committed since.';
 
 create or replace function pgqueue._require_untruncated(tables regclass[])
 returns void
@@ -140,8 +139,8 @@ begin
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
-'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
-exists but was created after the snapshot, or if a compaction after the snapshot hides messages.';
+'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
+or than a compaction.';
 
 create or replace function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues

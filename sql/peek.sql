@@ -53,8 +53,7 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back to messages, up to wanted and within ranges that the calling function does not read
-otherwise, and the number of messages for which each stands.';
+'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int

@@ -142,8 +142,8 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve_queue(pgqueue.queues, boolean) is
-'The part of create_queue under the lock of the queue. Returns the queue of this name; if there is none, a row without a
-name, with the number of the new queue and whether it has a table of its own. Raises PQ004, 40001.';
+'The part of create_queue under the lock of the queue. Returns the queue of this name, or else a row without a name that
+has the number of the new queue, and whether it has a table of its own.';
 
 create or replace function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,

@@ -57,8 +57,6 @@ begin
     where c.name = s.name;
 end;
 $$;
-comment on function pgqueue._add_tick_message(pgqueue.schedules, timestamptz) is
-'Adds the message of a tick and records it as the next one. If tick is null, the schedule has no next tick.';
 
 create or replace function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
 returns timestamptz
@@ -123,8 +121,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_next_tick_message() is
-'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick. If its time
-cannot be computed, the schedule stops: housekeeping tries again, and doctor reports it.';
+'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
@@ -162,9 +159,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_schedule(text, name) is
-'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
-queue.';
 
 create or replace function pgqueue._check_schedule(s pgqueue.schedules)
 returns pgqueue.schedules
@@ -220,15 +214,10 @@ begin
     if if_not_exists is null then
         perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
     end if;
-    s.name := name;
-    s.queue_name := queue_name;
-    s.cron := cron;
-    s.payload := payload;
     perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
-    s.headers := pgqueue._with_group_and_priority(headers, group_key, priority);
-    s.time_zone := time_zone;
-    s.paused := paused;
-    s.catch_up := catch_up;
+    s := row(
+        name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,
+        paused, catch_up, null, null, null);
     s := pgqueue._check_schedule(s);
     insert into pgqueue.schedules select (s).* on conflict do nothing;
     if not found then

@@ -133,8 +133,8 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
-dead letters. Excludes messages that came back to ids that sweeps skip.';
+'Counts up to 10,000 rows, and estimates beyond. dead are the messages that the next sweep moves to the dead letters.
+Messages that came back to ids that sweeps skip are not counted.';
 
 create or replace function pgqueue._requeued_stats(
     q pgqueue.queues, at timestamptz,
@@ -235,8 +235,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._count_others(text, boolean) is
-'Counts the dead letters or the rows of scheduled_messages of a queue up to 10,000, and estimates beyond.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats

@@ -92,14 +92,14 @@ def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
     try:
         # Other forms of the test change the privileges of the same functions at the same time.
         with connection.transaction():
-            connection.execute("select pgqueue._serialize_grants()")
+            connection.execute("select pg_advisory_xact_lock(pgqueue._lock_key(''))")
             connection.execute(sql.SQL("grant usage on schema pgqueue to {}").format(role))
             connection.execute(sql.SQL("grant update on pgqueue.access_any to {}").format(role))
             connection.execute(sql.SQL("grant execute on function {} to {}").format(functions, role))
         yield name
     finally:
         with connection.transaction():
-            connection.execute("select pgqueue._serialize_grants()")
+            connection.execute("select pg_advisory_xact_lock(pgqueue._lock_key(''))")
             connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
 
 
