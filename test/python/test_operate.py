@@ -20,8 +20,7 @@ from clients import wait_for
 from commands import COMMAND, NewDatabase, environment, in_process
 
 import pgqueue
-from pgqueue.http.metrics import Metrics
-from pgqueue.http.sampling import Sampler
+from pgqueue.http.metrics import Metrics, Sampler
 
 HERE = Path(__file__).parents[2] / "python/examples/operate"
 DOCKER = Path(__file__).parents[1] / "docker"

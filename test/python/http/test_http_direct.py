@@ -103,42 +103,6 @@ def test_claims_of_different_tokens_are_settled_together(queue: DirectQueue) -> 
     settle("ack_claims", ids[0])
 
 
-@pytest.mark.parametrize(
-    ("verb", "field", "good", "bad"),
-    [
-        ("claim", "max_messages", 1, 0),
-        ("claim", "max_messages", 100, 101),
-        ("claim", "wait_seconds", 0, -1),
-        ("claim", "wait_seconds", None, 21),
-        ("claim", "visibility_timeout_seconds", 1, 0),
-        ("claim", "visibility_timeout_seconds", 43200, 43201),
-        ("claim", "claimed_by", "x" * 256, "x" * 257),
-        ("nack", "delay_seconds", 0, -1),
-        ("nack", "delay_seconds", 43200, 43201),
-        ("nack", "error", "x" * 10_000, "x" * 10_001),
-        ("extend", "visibility_timeout_seconds", 43200, 43201),
-        ("ack", "id", 2**63 - 1, 2**63),
-        ("ack", "claim_token", TOKEN, "token"),
-        ("ack_batch", "ids", [1] * 100, [1] * 101),
-        ("ack_claims", "claims", [{"id": 1, "claim_token": TOKEN}] * 100, []),
-        ("redrive", "ids", [1], []),
-        ("redrive", "max_messages", 100_000, 100_001),
-        ("purge_dead_messages", "ids", [1], [0]),
-    ],
-)
-def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
-    queue: DirectQueue, verb: str, field: str, good: Any, bad: Any
-) -> None:
-    needed: dict[str, Any] = {"id": 1, "claim_token": TOKEN} if verb in ("ack", "nack", "extend") else {}
-    if verb == "ack_batch":
-        needed = {"ids": [1], "claim_token": TOKEN}
-    answer = queue.post(verb, needed | {field: bad})
-    code_of(answer, 422)
-    assert answer.json()["error"]["field"].startswith(field)
-    if good is not None:
-        assert queue.post(verb, needed | {field: good}).status_code in (200, 410)
-
-
 def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     bodies = [base64.b64encode(b"x" * size).decode() for size in (262_144, 262_145)]
     for field, fits, exceeds in (
@@ -214,33 +178,6 @@ def test_a_message_has_a_group_or_a_priority(
     claimed = queue.claim(max_messages=2)
     assert (claimed[0]["payload"], claimed[0]["headers"]) == (0, headers)
     assert len(claimed) == (1 if "group_key" in argument else 2)
-
-
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({}, "payload"),
-        ({"headers": {}, "body": None}, "payload"),
-        ({"payload": 1, "body": ""}, "payload"),
-        ({"body": "AA"}, "body"),
-        ({"body": "A\nAA"}, "body"),
-        ({"body": "AA==AA=="}, "body"),
-        ({"payload": 1, "dedup_key": ""}, "dedup_key"),
-        ({"payload": 1, "group_key": ""}, "group_key"),
-        ({"payload": 1, "priority": 10}, "priority"),
-        ({"payload": 1, "dedup_key": "x" * 256}, "dedup_key"),
-        ({"payload": 1, "dedup_key": "k", "on_duplicate": "skip"}, "on_duplicate"),
-        ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),
-        ({"payload": 1, "expires_in_seconds": 315_576_001}, "expires_in_seconds"),
-        ({"payload": 1, "message_id": "order-1"}, "message_id"),
-    ],
-)
-def test_invalid_arguments_of_a_message_are_named(queue: DirectQueue, message: dict[str, Any], field: str) -> None:
-    for key in (None, new_name()):
-        answer = queue.post("enqueue", {"messages": [{"payload": 1}, message]}, key)
-        assert code_of(answer, 422) == "invalid"
-        assert answer.json()["error"]["field"] == f"messages[1].{field}"
-    assert queue.post("enqueue", {"messages": [{"payload": 1, "expires_in_seconds": 315_576_000}]}).status_code == 201
 
 
 def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> None:

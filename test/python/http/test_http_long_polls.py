@@ -118,14 +118,14 @@ def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest
     from pgqueue.http.direct import claims
 
     looked = threading.Semaphore(0)
-    run_once = claims.ClaimOperation.run_once
+    run_once = claims._claim_once
 
-    async def run_and_tell(self: Any) -> Any:
-        answer = await run_once(self)
+    async def run_and_tell(*arguments: Any) -> Any:
+        answer = await run_once(*arguments)
         looked.release()
         return answer
 
-    monkeypatch.setattr(claims.ClaimOperation, "run_once", run_and_tell)
+    monkeypatch.setattr(claims, "_claim_once", run_and_tell)
     monkeypatch.setattr(claims, "_POLL_INTERVAL", timedelta(hours=1))
     with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 600})) as application:
         yield Patient(DirectQueue(application, queue.name), looked)

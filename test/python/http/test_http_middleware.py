@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from pgqueue._listener import NotificationListeners
-    from pgqueue.http import User, create_app, databases, protocol
-    from pgqueue.http.calls import Call, Route, Table
-    from pgqueue.http.context import Context
+    from pgqueue.http import User, create_app, databases, server
+    from pgqueue.http.calls import Call, Context, Route, Table
     from pgqueue.http.databases import Databases
     from pgqueue.http.edge import Edge
-    from pgqueue.http.metrics import Metrics
+    from pgqueue.http.metrics import Metrics, Sampler
     from pgqueue.http.page.requests import error_page
-    from pgqueue.http.sampling import Sampler
     from pgqueue.http.security.admission import Admission
     from pgqueue.http.security.rights import NOTHING
     from pgqueue.http.security.sessions import Sessions
@@ -50,10 +48,10 @@ def wrap(app: Any, seconds: float) -> Edge:
     admission = Admission({}, Tokens(databases.control), Sessions("key", 60))
     context = Context(settings, databases, Metrics(sampler), sampler, NotificationListeners(), admission)
 
-    async def endpoint(call: Call, send: Send) -> None:
-        await app(call.scope, call.receive, send)
+    async def endpoint(_: Call) -> Any:
+        return app
 
-    return Edge(context, Table([Route("GET", "/healthz", NOTHING, endpoint)]), app, error_page)
+    return Edge(context, Table([Route("GET", "/healthz", NOTHING, endpoint)]), error_page)
 
 
 async def serve(
@@ -143,8 +141,8 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
     """A connection to a server."""
     config, state = Config(app, log_config=None, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
-    async with await loop.create_server(lambda: protocol.BoundedProtocol(config, state, {}), "127.0.0.1", 0) as server:
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    async with await loop.create_server(lambda: server.BoundedProtocol(config, state, {}), "127.0.0.1", 0) as listening:
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
         try:
             yield reader, writer
         finally:
@@ -172,7 +170,7 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes) -> None:
     """This holds before authentication."""
     async with talking() as (reader, writer):
-        writer.write(begin + more * (protocol.HEADERS_LIMIT // len(more)))
+        writer.write(begin + more * (server.HEADERS_LIMIT // len(more)))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 

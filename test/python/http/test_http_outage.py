@@ -299,8 +299,7 @@ async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site
     """One statement for all rows could exceed its timeout, so each deletes a thousand."""
     from pgqueue.http.databases import Databases
     from pgqueue.http.managed.agent import Agent
-    from pgqueue.http.metrics import Metrics
-    from pgqueue.http.sampling import Sampler
+    from pgqueue.http.metrics import Metrics, Sampler
     from pgqueue.http.settings import Limits, Service, Settings
 
     services = {
@@ -311,7 +310,7 @@ async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site
     databases = Databases(settings)
     agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
     try:
-        async with databases.target(services[SERVICE], site.databases[0], prepare=True) as connection:
+        async with databases.target(SERVICE, site.databases[0], prepare=True) as connection:
             await connection.execute(
                 "insert into pgqueue_http.effects (scope, key, fingerprint, done_at)"
                 " select 'old', i::text, ''::bytea, now() - interval '8 days' from generate_series(1, 20000) i"

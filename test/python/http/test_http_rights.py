@@ -42,7 +42,7 @@ def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
 def call(web: Server, user: str, route: str, database: str, queue: str) -> httpx.Response:
     """Call a route for a queue. What is allowed fails for another reason, so that it changes nothing."""
     method, path = route.split()
-    path = path.format(service_id=SERVICE, queue_name=queue, action="nothing")
+    path = path.format(service_id=SERVICE, queue_name=queue, action="nothing", file="style.css")
     more: dict[str, Any] = {}
     if path.startswith("/managed-services") and method == "POST":
         is_batch = path.endswith("/messages")
@@ -435,10 +435,10 @@ async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
 
     connect: Any = control
     audit = audit_module.Audit(connect, lambda work: tasks.add(asyncio.create_task(work)))
-    monkeypatch.setattr(audit_module, "current", lambda: SimpleNamespace(administers=True))
-    monkeypatch.setattr(audit_module, "_record", lambda _, __, status: {"status": status})
+    caller = SimpleNamespace(administers=True, name="", token=None, place=())
+    monkeypatch.setattr(audit_module, "current", lambda: caller)
     for status in range(5):
-        audit.note({"type": "http", "method": "POST"}, status)
+        audit.note({"type": "http", "method": "POST", "path": "/"}, status)
     assert [each.levelname for each in caplog.records] == ["WARNING", "WARNING"]
     answers.set()
     await asyncio.gather(*tasks)

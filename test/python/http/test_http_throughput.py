@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgqueue import _listener
     from pgqueue.http import databases
     from pgqueue.http.databases import LARGE_BYTES, Databases, as_json, fetch
-    from pgqueue.http.sampling import Sample, Sampler, extended
+    from pgqueue.http.metrics import Sample, Sampler, extended
     from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
 
@@ -107,7 +107,7 @@ async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql:
     made = Databases(settings := Settings("", {"one": service}, {}))
     sampler = Sampler(settings, made)
     try:
-        assert await sampler.sample(service, sql.info.dbname)
+        assert await sampler.sample("one", sql.info.dbname)
         (sample,) = sampler.samples(("one", sql.info.dbname, name))
         assert sample.stats.enqueued_total == 1
         assert sampler.last_message_ids == {}
@@ -132,10 +132,10 @@ async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Sampler, "_sweep", waiting)
-            late = asyncio.create_task(sampler.sample(service, sql.info.dbname))
+            late = asyncio.create_task(sampler.sample("one", sql.info.dbname))
             await entered.wait()
         sql.execute("select pgqueue.create_queue(%s)", [name])
-        assert await sampler.sample(service, sql.info.dbname)
+        assert await sampler.sample("one", sql.info.dbname)
         released.set()
         assert await late
         assert sampler.samples(("one", sql.info.dbname, name))
@@ -150,7 +150,7 @@ async def test_a_large_statement_leaves_no_copy_of_its_body(dsn: str, sql: psyco
     before = sys.getrefcount(body)
     gc.disable()
     try:
-        async with made.target(service, sql.info.dbname, is_large=True) as leased:
+        async with made.target("one", sql.info.dbname, is_large=True) as leased:
             assert await fetch(leased, b"select length($1::jsonb::text)", as_json(body)) == [(len(body),)]
         del leased
         assert sys.getrefcount(body) == before
@@ -172,7 +172,7 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
         sql.execute("select pgqueue.enqueue(%s, '1')", [name])
         sql.execute("select from pgqueue.claim(%s, visibility_timeout => '1 s')", [name])
         wait_for(lambda: pgqueue.Queue(sql, name).stats().dead_messages == number)  # noqa: B023 - called at once
-        assert await sampler.sample(service, sql.info.dbname)
+        assert await sampler.sample("one", sql.info.dbname)
         letters = sql.execute("select count(*) from pgqueue.dead_messages where queue_name = %s", [name])
         assert letters.fetchone() == (number,)
     # Two letters are purged and one message runs out of attempts between two samples.
@@ -180,7 +180,7 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
     sql.execute("select pgqueue.enqueue(%s, '1')", [name])
     sql.execute("select from pgqueue.claim(%s, visibility_timeout => '1 s')", [name])
     wait_for(lambda: pgqueue.Queue(sql, name).stats().dead_messages == 1)
-    assert await sampler.sample(service, sql.info.dbname)
+    assert await sampler.sample("one", sql.info.dbname)
     letters = sql.execute("select count(*) from pgqueue.dead_messages where queue_name = %s", [name])
     assert letters.fetchone() == (1,)
     # One call of sweep_queue moves ten thousand of these.
@@ -190,10 +190,10 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
         [name],
     )
     counted = "select count(*) from pgqueue.dead_messages where queue_name = %s"
-    assert await sampler.sample(service, sql.info.dbname)
+    assert await sampler.sample("one", sql.info.dbname)
     (count,) = sql.execute(counted, [name]).fetchone() or (0,)
     assert 1 < count < 10002
-    assert await sampler.sample(service, sql.info.dbname)  # which goes on
+    assert await sampler.sample("one", sql.info.dbname)  # which goes on
     assert sql.execute(counted, [name]).fetchone() == (10002,)
     await made.close()
 
@@ -237,7 +237,7 @@ async def test_a_user_leaves_connections_to_other_users(dsn: str, sql: psycopg.C
 
     async def use(user: str) -> None:
         begin(Caller(user))
-        async with made.target(service, sql.info.dbname):
+        async with made.target("one", sql.info.dbname):
             held.release()
             await released.wait()
 
@@ -260,19 +260,16 @@ async def test_requests_with_large_bodies_run_one_at_a_time(dsn: str, sql: psyco
     made = Databases(Settings("", {"one": service}, {}))
 
     async def use() -> None:
-        async with made.target(service, sql.info.dbname, is_large=True):
+        async with made.target("one", sql.info.dbname, is_large=True):
             pass
 
-    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname, is_large=True):
+    async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname, is_large=True):
         waiting = asyncio.create_task(use())
-        async with made.target(service, sql.info.dbname) as connection:  # others do not wait
+        async with made.target("one", sql.info.dbname) as connection:  # others do not wait
             await connection.execute("select 1")
         assert not waiting.done()
     async with asyncio.timeout(PATIENCE):
         await waiting
-    assert not made.has_large(("one", "a", "x"))
-    made.note_large(("one", "a", "x"), ("one", "a", "y"))
-    assert made.has_large(("one", "a", "z"), ("one", "a", "y"))
     await made.close()
 
 
@@ -291,20 +288,20 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
 
     service = Service("one", dsn, (sql.info.dbname,))
     made = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=3, request_seconds=9)))
-    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname):
+    async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname):
         pool = made._pools["one", sql.info.dbname]
     give = pool.connections.getconn
     monkeypatch.setattr(pool.connections, "getconn", give_late)
     monkeypatch.setattr(databases, "time", SimpleNamespace(monotonic=lambda: now))
     async with asyncio.timeout(PATIENCE):
-        async with made.target(service, sql.info.dbname) as connection:
+        async with made.target("one", sql.info.dbname) as connection:
             assert await (await connection.execute("select 1")).fetchone() == (1,)
         assert 5 <= now < 9
         given_at = 1000.0
         for failure, most in ((None, 9), (psycopg.OperationalError(), 3)):
             now, pool.failure = 0.0, failure
             with pytest.raises(psycopg.OperationalError):
-                await made.target(service, sql.info.dbname).__aenter__()
+                await made.target("one", sql.info.dbname).__aenter__()
             assert now == most
     await made.close()
 

@@ -130,41 +130,6 @@ def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
     assert web.post(PUBLISH, {"topic": topic, "payload": 1}, auth=("all-elsewhere", ADMIN[1])).status_code == 201
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "limit"),
-    [
-        ({"topic": None}, "topic", "a string"),
-        ({"topic": ""}, "topic", "at least 1 characters long"),
-        ({"topic": "x" * 256}, "topic", "at most 255 characters long"),
-        (
-            {"topic": "orders.*"},
-            "topic",
-            "1 to 255 characters: words joined by dots, not empty, without control characters;"
-            " * and # are allowed only in subscriptions",
-        ),
-        ({"base_topics": ["x"] * 101}, "base_topics", "at most 100 items long"),
-        ({"base_topics": [""]}, "base_topics[0]", "at least 1 characters long"),
-        ({"body": "AA=="}, "payload", "null if body is given: a message has exactly one of the two"),
-        ({"delay_seconds": 43201}, "delay_seconds", "at most 43200"),
-        ({"on_duplicate": "drop"}, "on_duplicate", None),
-        ({"unknown": 1}, "unknown", None),
-    ],
-    ids=range(10),
-)
-def test_an_invalid_argument_is_named_with_its_limit(
-    web: Server, change: dict[str, Any], field: str, limit: str | None
-) -> None:
-    answer = web.post(PUBLISH, {"topic": "x", "payload": 1} | change)
-    assert failure(answer) == (422, "invalid", field)
-    assert limit is None or answer.json()["error"]["limit"] == limit
-
-
-def test_a_missing_argument_is_named(web: Server) -> None:
-    assert failure(web.post(PUBLISH, {"payload": 1})) == (422, "invalid", "topic")
-    assert failure(web.post(PUBLISH, {"topic": "x"})) == (422, "invalid", "payload")
-    assert failure(web.post(PUBLISH, "[]")) == (400, "malformed_json", "body")
-
-
 def test_a_message_over_a_limit_reaches_no_queue(
     web: Server, queues: tuple[str, str], topic: str, sql: psycopg.Connection[Any]
 ) -> None:

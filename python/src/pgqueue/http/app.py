@@ -1,30 +1,22 @@
-"""The application: a table of contents of the server. It makes the parts and joins the routes of all rooms.
-
-`pgqueue.http.app:app` is the application for other servers than `pgqueue serve`. It reads the configuration file that
-the environment variable PGQUEUE_CONFIG names.
-"""
+"""The application: a table of contents of the server. It makes the parts and joins the routes of all rooms."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 from starlette.applications import Starlette
-from starlette.routing import Mount
-from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from .._listener import NotificationListeners
 from . import openapi, operations
-from .calls import Table
-from .context import Context
+from .calls import Context, Table
 from .databases import Databases
 from .direct import routes as direct_routes
 from .edge import Edge
 from .managed import routes as managed_routes
 from .managed.agent import Agent
-from .metrics import Metrics
+from .metrics import Metrics, Sampler
 from .page import actions as page_actions
 from .page import docs as page_docs
 from .page import forms as page_forms
@@ -33,11 +25,10 @@ from .page import routes as page_routes
 from .page import schedules as page_schedules
 from .page import session as page_session
 from .page.requests import error_page
-from .sampling import Sampler
 from .security.admission import Admission
 from .security.sessions import Sessions
 from .security.tokens import Tokens
-from .settings import Settings, SettingsError
+from .settings import Settings
 
 Role = Literal["all", "controller"]
 _ROOMS = (
@@ -55,14 +46,13 @@ _ROOMS = (
 
 
 class Application(Starlette):
-    """The ASGI application. Starlette runs its lifespan and serves its files; the edge serves all else."""
+    """The ASGI application. Starlette runs its lifespan; the edge serves the requests."""
 
     def __init__(self, context: Context) -> None:
-        files = Mount("/static", StaticFiles(packages=[("pgqueue.http.page", "static")]), name="static")
-        super().__init__(routes=[files], lifespan=lambda _: _running(context))
+        super().__init__(lifespan=lambda _: _running(context))
         self.state.context = context
         self.table = Table(route for room in _ROOMS for route in room.ROUTES)
-        self._edge = Edge(context, self.table, self._serve_file, error_page)
+        self._edge = Edge(context, self.table, error_page)
 
     @property
     def routes(self) -> list[Any]:
@@ -72,10 +62,6 @@ class Application(Starlette):
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
         return openapi.document(self.table.routes)
-
-    async def _serve_file(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
-        await self.router(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or the lifespan."""
@@ -112,12 +98,3 @@ async def _running(context: Context) -> AsyncIterator[None]:
         await asyncio.gather(*context.background_tasks)
         await context.listeners.close()
         await context.databases.close()
-
-
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    path = os.environ.get("PGQUEUE_CONFIG")
-    if not path:
-        raise SettingsError("PGQUEUE_CONFIG is not set: set it to the path of the configuration file")
-    return create_app(Settings.load(path))

@@ -1,57 +1,118 @@
-"""How a request becomes the call of a route: the table of routes, and what all routes of the API share.
+"""How a request becomes the call of a route: the table of routes, and what all routes share: the parts of the server,
+and the service and the database that a request names.
 
 A request passes through the edge, which knows its user, to its route in the table. The route checks the rights, then it
-reads the body, and then it calls its function.
+reads the body, and then it returns its response.
 """
 
+import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
-from urllib.parse import parse_qsl
 
 from msgspec import Struct
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope
 
-from .context import Context
+from .._listener import NotificationListeners
+from .databases import Databases
 from .decoding import check_shape, check_text, convert, decode
-from .errors import ApiError, from_http_status
-from .idempotency import Answer, EffectKey, fingerprint
+from .errors import ApiError, database_not_found, from_http_status, service_not_found
+from .idempotency import EffectKey, fingerprint
 from .memory import BodyMemory, run_beside
+from .metrics import Metrics, Sampler
+from .security.admission import Admission
 from .security.rights import Need, current
+from .settings import Service, Settings
 
 T = TypeVar("T")
+logger = logging.getLogger("pgqueue.http")
 
 _BOM: Final = b"\xef\xbb\xbf"
-_KEY_CHARACTERS: Final = frozenset(map(chr, range(ord("!"), ord("~") + 1)))
-_KEY_LIMIT: Final = 255
+_JSON: Final = re.compile(rb"application/(?:.*\+)?json")
+_KEY: Final = re.compile("[!-~]{1,255}")
+_NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 
 
-class ClientDisconnect(Exception):
-    """The client has disconnected before it has sent its body."""
+@dataclass(slots=True)
+class Context:
+    """The parts of a running server. `stopping` is set when it is told to stop; requests then end their wait."""
+
+    settings: Settings
+    databases: Databases
+    metrics: Metrics
+    sampler: Sampler
+    listeners: NotificationListeners
+    admission: Admission
+    agent: Any = None
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that outlives its request. The server waits for its end before it stops."""
+        task = asyncio.create_task(_logged(work))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
 
 
-class Call:
-    """A request of a route."""
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception as error:  # no caller waits for it
+        logger.warning("the background work of a request failed: %s", type(error).__name__)
+
+
+def is_queue_name(text: str) -> bool:
+    """Whether the text is a valid name of a queue."""
+    return _NAME.fullmatch(text) is not None
+
+
+def check_not_reserved(context: Context, name: str) -> None:
+    """Raise `ApiError` 422 if a new queue would have the name of the queue of tasks, which is hidden from users."""
+    if name == context.settings.tasks.queue:
+        raise ApiError(422, "invalid", f"name {name} is reserved", "name", name, "any other name")
+
+
+def find_service(context: Context, id: str | None) -> Service:
+    """The service that a request names, by default the first that the user sees. Raises `ApiError` 404."""
+    seen = [each for each in context.settings.services.values() if current().sees(each.id)]
+    found = next((each for each in seen if id in (None, each.id)), None)
+    if found is None:
+        raise service_not_found(id or "")
+    return found
+
+
+def find_database(service: Service, name: str | None) -> str:
+    """The database that a request names, by default the service's first that the user sees. Raises `ApiError` 404."""
+    sees = current().sees
+    there = [each for each in service.databases if sees(service.id, each)]
+    if name is None:
+        name = there[0] if there else ""
+    if name not in there:
+        raise database_not_found(name, there)
+    return name
+
+
+class Call(Request):
+    """A request of a route. `names` are those in its path."""
 
     def __init__(
         self,
         context: Context,
         table: "Table",
-        names: Mapping[str, str],
+        names: dict[str, str],
         scope: Scope,
         headers: Mapping[bytes, bytes],
         receive: Receive,
     ) -> None:
+        super().__init__(scope, receive)
+        self._given = headers
         self.context = context
         self.table = table
-        self.names = names  # those in the path
-        self.scope = scope
-        self._headers = headers
-        self.receive = receive
-        self._body: bytes | bytearray | None = None
-        self._is_disconnected = False
+        self.names = names
+        self._content: bytearray | None = None
 
     @property
     def memory(self) -> BodyMemory:
@@ -59,66 +120,31 @@ class Call:
         memory: BodyMemory = self.scope["body_memory"]
         return memory
 
-    @cached_property
-    def query(self) -> dict[str, str]:
-        """The parameters of the URL. Of a name that is given twice the last value counts."""
-        text = self.scope["query_string"]
-        return dict(parse_qsl(text.decode("latin-1"), keep_blank_values=True)) if text else {}
+    async def content(self) -> bytearray:
+        """The bytes of the body. Raises `starlette.requests.ClientDisconnect`."""
+        if self._content is None:
+            content = bytearray()
+            async for part in self.stream():
+                content += part
+            self._content = content
+        return self._content
 
-    def values(self, name: str) -> list[str]:
-        """All values of a parameter of the URL."""
-        given = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        return [value for each, value in given if each == name]
-
-    async def body(self) -> bytes | bytearray:
-        """The bytes of the body."""
-        if self._body is None:
-            message = await self._next()
-            body: bytes | bytearray = message.get("body", b"")
-            if message.get("more_body"):
-                body = bytearray(body)
-                while message.get("more_body"):
-                    message = await self._next()
-                    body += message.get("body", b"")
-            self._body = body
-        return self._body
-
-    async def _next(self) -> Message:
-        message = await self.receive()
-        if message["type"] == "http.disconnect":
-            self._is_disconnected = True
-            raise ClientDisconnect
-        return message
-
-    async def json(self, model: type[T]) -> tuple[T, bytes | bytearray]:
+    async def json_of(self, model: type[T]) -> tuple[T, bytearray]:
         """The struct in the body, and the body without a byte order mark. Raises `ApiError`."""
-        body = await self.body()
-        body = body.removeprefix(_BOM)
+        body = (await self.content()).removeprefix(_BOM)
         if not body:
             raise ApiError(422, "invalid", "body is missing; must be a JSON object", "body", None, "a JSON object")
-        kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        kind = self._given.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if not _JSON.fullmatch(kind):
             message = "the body must be a JSON object, sent as Content-Type: application/json"
             raise ApiError(400, "malformed_json", message, field="body")
         return await run_beside(len(body), _read, model, body), body
 
-    async def key(self) -> EffectKey | None:
-        """The idempotency key of the request. Raises `ApiError` 422."""
-        given = self._headers.get(b"idempotency-key")
-        if given is None:
-            return None
-        key = given.decode("latin-1")
-        if not 1 <= len(key) <= _KEY_LIMIT or not _KEY_CHARACTERS.issuperset(key):
-            limit = f"1 to {_KEY_LIMIT} visible ASCII characters"
-            message = f"Idempotency-Key is invalid; must be {limit}"
-            raise ApiError(422, "invalid", message, "Idempotency-Key", key, limit)
-        scope, body = self.scope, await self.body()
-        parts = scope["method"].encode(), scope["path"].encode(), scope["query_string"], bytes(body)
-        what = await run_beside(len(body), fingerprint, *parts)
-        return EffectKey(f"user:{current().name}", key, what)
-
     async def is_disconnected(self) -> bool:
-        """Whether the client has disconnected, as far as this is known without waiting."""
+        """Whether the client has disconnected, as far as this is known without waiting.
+
+        Starlette's method takes as long as a small statement.
+        """
         if not self._is_disconnected:
             receiving = cast("Coroutine[Any, Any, Message]", self.receive())
             try:
@@ -129,21 +155,39 @@ class Call:
                 receiving.close()
         return self._is_disconnected
 
+    def parameters(self, model: type[T]) -> T:
+        """The parameters of the URL as a struct. Raises `ApiError` 422."""
+        return convert(model, self.query_params)
 
-def _read(model: type[T], body: bytes | bytearray) -> T:
+    async def key(self) -> EffectKey | None:
+        """The idempotency key of the request. Raises `ApiError` 422."""
+        given = self._given.get(b"idempotency-key")
+        if given is None:
+            return None
+        key = given.decode("latin-1")
+        if not _KEY.fullmatch(key):
+            limit = "1 to 255 visible ASCII characters"
+            message = f"Idempotency-Key is invalid; must be {limit}"
+            raise ApiError(422, "invalid", message, "Idempotency-Key", key, limit)
+        body = await self.content()
+        parts = self.method.encode(), self.scope["path"].encode(), self.scope["query_string"], bytes(body)
+        return EffectKey(f"user:{current().name}", key, await run_beside(len(body), fingerprint, *parts))
+
+
+def _read(model: type[T], body: bytearray) -> T:
     check_text(body)
     check_shape(body)
     return decode(model, body)
 
 
-Endpoint = Callable[[Call, Send], Awaitable[None]]
+Endpoint = Callable[[Call], Awaitable[ASGIApp]]
+F = TypeVar("F", bound=Endpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What OpenAPI says about a route."""
+    """What OpenAPI says about a route. The description is by default the docstring of its function."""
 
-    summary: str
     tag: str
     body: Any = None
     answer: Any = None
@@ -152,11 +196,12 @@ class Operation:
     errors: tuple[int, ...] = ()
     has_key: bool = False
     unfinished: Any = None  # the answer with status 202 of a route that polls
+    about: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route. `operation` is None if it is not part of the API."""
+    """A route. Its function returns the response. `operation` is None if it is not part of the API."""
 
     method: str
     path: str
@@ -171,6 +216,25 @@ class Route:
         return f"{self.method} {self.path}"
 
 
+class Routes(list[Route]):
+    """The routes of a module."""
+
+    def add(
+        self, method: str, path: str, need: Need, operation: Operation | None = None, is_page: bool = False
+    ) -> Callable[[F], F]:
+        """Make a function a route."""
+
+        def register(function: F) -> F:
+            self.append(Route(method, path, need, function, operation, is_page))
+            return function
+
+        return register
+
+    def page(self, method: str, path: str, need: Need) -> Callable[[F], F]:
+        """Make a function a route of the page, whose errors are pages."""
+        return self.add(method, path, need, is_page=True)
+
+
 class Table:
     """Finds the route of a path. A path without names is preferred to one with names."""
 
@@ -178,7 +242,11 @@ class Table:
         self.routes = sorted(routes, key=lambda route: route.path.count("{"))
         methods = {route.method for route in self.routes}
         self._of_method = {each: [route for route in self.routes if route.method == each] for each in methods}
-        self._patterns = {each: _pattern(routes) for each, routes in self._of_method.items()}
+        # A pattern whose groups are the paths of the routes: to try each costs as much as a small statement.
+        self._patterns = {
+            method: re.compile("|".join(f"({re.sub('{[a-z_]+}', '[^/]+', each.path)})" for each in routes))
+            for method, routes in self._of_method.items()
+        }
 
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         """The route of a request, and the names in its path. Raises `ApiError`: 404 or 405."""
@@ -189,25 +257,3 @@ class Table:
         route = self._of_method[method][(found.lastindex or 1) - 1]
         parts = zip(route.path.split("/"), path.split("/"), strict=True)
         return route, {name[1:-1]: part for name, part in parts if name.startswith("{")}
-
-
-def _pattern(routes: Iterable[Route]) -> re.Pattern[str]:
-    """A pattern whose groups are the paths of the routes."""
-    return re.compile("|".join(f"({re.sub('{[a-z_]+}', '[^/]+', route.path)})" for route in routes))
-
-
-async def respond(send: Send, answer: Answer, headers: Mapping[str, str] | None = None) -> None:
-    """Send the response of an effect."""
-    body = answer.json
-    given = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-    if answer.replayed:
-        given.append((b"idempotent-replayed", b"true"))
-    if headers:
-        given += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": given})
-    await send({"type": "http.response.body", "body": body})
-
-
-def parameters(call: Call, model: type[T]) -> T:
-    """The parameters of the URL as a struct. Raises `ApiError` 422."""
-    return convert(model, call.query)

@@ -15,7 +15,7 @@ from psycopg.abc import Buffer
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.types.datetime import TimestamptzLoader
-from psycopg.types.json import Jsonb
+from psycopg.types.json import Jsonb, set_json_loads
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._connections import complete_conninfo, is_broken, is_proxied, set_up
@@ -31,12 +31,11 @@ Place = tuple[str, str] | None  # service and database; None is the control data
 
 # Of a body: the copies made of it take several times as much memory.
 LARGE_BYTES: Final = 2 * 1024 * 1024
-_COPIED_BYTES: Final = 64 * 1024  # of JSON; a larger one is not copied as a Python text
 _HOLDS_SECONDS: Final = 1.0  # an answer of the control database
 _RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
 _TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
-_MOST_QUEUES: Final = 10_000  # that are known to have large messages
+_ENDS: Final = {TransactionStatus.INTRANS: b"commit", TransactionStatus.INERROR: b"rollback"}
 _MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
@@ -61,18 +60,21 @@ class _Connection(AsyncConnection[Any]):
 
 
 async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple[Any, ...]]:
-    """Run a statement with the parameters $1, $2, … that returns rows. Raises `psycopg.Error`."""
-    if isinstance(connection, _Connection):
-        cursor = connection.raw_cursor = connection.raw_cursor or AsyncRawCursor(connection)
-    else:
+    """Run a statement with the parameters $1, $2, … that returns rows; JSON as bytes. Raises `psycopg.Error`."""
+    cursor = getattr(connection, "raw_cursor", None)
+    if cursor is None:
         cursor = AsyncRawCursor(connection)
+        set_json_loads(lambda text: text, cursor)
+        if isinstance(connection, _Connection):
+            connection.raw_cursor = cursor
     await cursor.execute(text, values)
-    return await cursor.fetchall()
+    rows: list[tuple[Any, ...]] = await cursor.fetchall()
+    return rows
 
 
 def as_json(body: bytes | bytearray) -> str | Jsonb:
     """JSON of a request as the value of a parameter of type jsonb. PostgreSQL reads its text, with all its digits."""
-    return Jsonb(body, bytes) if len(body) > _COPIED_BYTES else body.decode()
+    return Jsonb(body, bytes) if len(body) > LARGE_BYTES else body.decode()
 
 
 class _TimestampLoader(TimestamptzLoader):
@@ -117,7 +119,7 @@ class _Pool:
         )
 
     async def _configure(self, connection: Connection) -> None:
-        psycopg.types.json.set_json_loads(msgspec.Raw, connection)
+        set_json_loads(msgspec.Raw, connection)
         connection.adapters.register_loader("timestamptz", _TimestampLoader)
         isolation = b"set default_transaction_isolation = 'read committed'; "
         settings = b"; ".join(b"set " + each for each in _settings(self._limits))
@@ -165,10 +167,10 @@ class _Pool:
                 await connection.execute(_transaction_settings(self._limits))
                 try:
                     yield connection
-                except BaseException:
-                    await _end_transaction(connection, is_failed=True)
-                    raise
-                await _end_transaction(connection)
+                finally:
+                    end = _ENDS.get(connection.info.transaction_status)
+                    if end is not None:
+                        await connection.execute(end)
             finally:
                 if is_large:  # libpq and the cursor would keep the memory
                     connection.raw_cursor = None
@@ -180,25 +182,19 @@ class _Pool:
                 turn.release()
 
 
-async def _end_transaction(connection: Connection, is_failed: bool = False) -> None:
-    status = connection.pgconn.transaction_status
-    if status == TransactionStatus.INTRANS:
-        await connection.execute(b"commit")
-    elif status == TransactionStatus.INERROR:
-        await connection.execute(b"rollback")
-        if not is_failed:
-            raise psycopg.errors.InFailedSqlTransaction("a statement failed, and what preceded it is rolled back")
-
-
 class Databases:
-    """The connections to all databases. A pool is made when it is first used, and opens in the background."""
+    """The connections to all databases. A pool is made when it is first used, and opens in the background.
+
+    `migrated` are the databases that are known to have the tables of the server, and `large_queues` the queues that are
+    known to have had large messages.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._pools: dict[Place, _Pool] = {}
-        self._migrated: set[Place] = set()
+        self.migrated: set[Place] = set()
+        self.large_queues: set[tuple[str, str, str]] = set()
         self._large = asyncio.Semaphore(1)  # for the memory of one large body at a time
-        self._large_queues: set[tuple[str, str, str]] = set()
         self._asking = asyncio.Lock()
         self._asked_at = -_HOLDS_SECONDS
         self._is_reached = False
@@ -210,9 +206,14 @@ class Databases:
             raise service_not_found(id)
         return service
 
-    def conninfo(self, service: Service, database: str) -> str:
-        """The connection string of a database of a service, for a connection outside of the pool."""
-        return self._complete(make_conninfo(service.dsn, dbname=database))
+    def conninfo(self, service: str, database: str) -> str:
+        """The connection string of a database of a service, for a connection outside of the pool. Raises as `target`
+        does.
+        """
+        found = self.service(service)
+        if database not in found.databases:
+            raise database_not_found(database, found.databases)
+        return self._complete(make_conninfo(found.dsn, dbname=database))
 
     @property
     def control_conninfo(self) -> str:
@@ -227,20 +228,6 @@ class Databases:
             connect_timeout=max(2, int(limits.connect_seconds)),
             tcp_user_timeout=int(limits.database_seconds * 1000),
         )
-
-    def forget_migrations(self) -> None:
-        """Check at the next use whether the tables exist: a database may have been replaced."""
-        self._migrated.clear()
-
-    def note_large(self, *queues: tuple[str, str, str]) -> None:
-        """Note that queues have large messages."""
-        if len(self._large_queues) >= _MOST_QUEUES:
-            self._large_queues.clear()
-        self._large_queues.update(queues)
-
-    def has_large(self, *queues: tuple[str, str, str]) -> bool:
-        """Whether one of the queues is known to have large messages."""
-        return not self._large_queues.isdisjoint(queues)
 
     async def reach_control(self) -> bool:
         """Whether the control database answers, or has answered within the last second: everybody may ask."""
@@ -257,37 +244,40 @@ class Databases:
 
     def control(self, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to the control database in autocommit mode; the tables of the server exist there."""
-        return self._prepared(self._pools.get(None) or self._make_pool(None, self.control_conninfo), is_large)
+        return self._prepared(self._pool(None), is_large)
 
     def target(
-        self, service: Service, database: str, prepare: bool = False, is_slow: bool = False, is_large: bool = False
+        self, service: str, database: str, prepare: bool = False, is_slow: bool = False, is_large: bool = False
     ) -> AbstractAsyncContextManager[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. A request that may
         take seconds says so by `is_slow`: all such requests together get half of the connections. One that sends or may
-        read over `LARGE_BYTES` says so by `is_large`: one of them runs at a time. Raises `ApiError` 404 for a database
-        that the service does not have, `psycopg.OperationalError` if it cannot be reached, and `PoolTimeout`.
+        read over `LARGE_BYTES` says so by `is_large`: one of them runs at a time. Raises `ApiError` 404 for a service
+        or database that is not there, `psycopg.OperationalError` if it cannot be reached, and `PoolTimeout`.
         """
-        pool = self._pools.get((service.id, database))
-        if pool is None:
-            if database not in service.databases:
-                raise database_not_found(database, service.databases)
-            pool = self._make_pool((service.id, database), self.conninfo(service, database))
+        pool = self._pool((service, database))
         if prepare:
             return self._prepared(pool, is_large)
         turns = [turn for is_needed, turn in ((is_large, self._large), (is_slow, pool.slow)) if is_needed]
         return pool.lease(*turns, is_large=is_large)
 
+    def _pool(self, place: Place) -> _Pool:
+        pool = self._pools.get(place)
+        if pool is None:
+            conninfo = self.conninfo(*place) if place else self.control_conninfo
+            pool = self._pools[place] = _Pool(place, conninfo, self._settings.limits)
+        return pool
+
     @asynccontextmanager
     async def _prepared(self, pool: _Pool, is_large: bool) -> AsyncIterator[Connection]:
-        if pool.place not in self._migrated:
+        if pool.place not in self.migrated:
             async with pool.lease() as connection:
                 await install(connection)
                 await migrate(connection, TARGET if pool.place else CONTROL)
                 if pool.place is None:
                     await self._create_task_queue(connection)
-            self._migrated.add(pool.place)
+            self.migrated.add(pool.place)
         async with pool.lease(*([self._large] if is_large else []), is_large=is_large) as connection:
             try:
                 yield connection
@@ -295,7 +285,7 @@ class Databases:
                 # In the control database only the task queue can be missing.
                 if not isinstance(error, _MISSING if pool.place else (*_MISSING, QueueNotFound)):
                     raise
-                self._migrated.discard(pool.place)  # the database was replaced: install at the next use
+                self.migrated.discard(pool.place)  # the database was replaced: install at the next use
                 raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
 
     async def _create_task_queue(self, connection: Connection) -> None:
@@ -307,10 +297,6 @@ class Databases:
             backoff_max=timedelta(seconds=30),
             if_not_exists=True,
         )
-
-    def _make_pool(self, place: Place, conninfo: str) -> _Pool:
-        pool = self._pools[place] = _Pool(place, conninfo, self._settings.limits)
-        return pool
 
     async def close(self) -> None:
         """Close all connections."""

@@ -13,10 +13,10 @@ from typing import Any, Final
 import psycopg
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .calls import Call, ClientDisconnect, Route, Table, respond
-from .context import Context
+from .calls import Call, Context, Route, Table
 from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
 from .errors import ApiError, error_body, from_database_error, from_http_status, overloaded
 from .idempotency import Answer
@@ -30,7 +30,6 @@ logger = logging.getLogger("pgqueue.http")
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
 LOGIN_BODY_LIMIT: Final = 8 * 1024  # bytes: everybody may send it, and it is parsed at once
-_STATIC: Final = "/static/"
 _SMALL: Final = 16 * 1024  # bytes of a body that is not counted: the number of requests bounds them
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
 _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
@@ -51,10 +50,9 @@ ErrorPage = Callable[[Scope, ApiError], ASGIApp]
 class Edge:
     """The ASGI application. Its own errors have the same form as those of the routes."""
 
-    def __init__(self, context: Context, table: Table, files: ASGIApp, error_page: ErrorPage) -> None:
+    def __init__(self, context: Context, table: Table, error_page: ErrorPage) -> None:
         self._context = context
         self._table = table
-        self._files = files
         self._error_page = error_page
         self._held: Counter[str] = Counter()  # bytes of bodies in memory, by user
         self._audit = Audit(context.databases.control, context.run_in_background)
@@ -92,13 +90,11 @@ class Edge:
             user = self._enter()
             _check_head(scope, headers)
             receive = _limited(receive, scope)
-            if scope["path"].startswith(_STATIC):
-                await self._files(scope, receive, response.send)
-                return
             route, names = self._table.find(scope["method"], scope["path"])
             scope["route"] = route
             require(route.need)
-            await route.endpoint(Call(self._context, self._table, names, scope, headers, receive), response.send)
+            answer = await route.endpoint(Call(self._context, self._table, names, scope, headers, receive))
+            await answer(scope, receive, response.send)
         except ClientDisconnect as error:
             _forget_frames(error)
             await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it
@@ -154,7 +150,7 @@ class _ResponseSender:
     async def fail(self, error: ApiError) -> None:
         """Send an error in place of the route's response, unless that has started."""
         if not self.status:
-            await respond(self.send, Answer(error.status, error_body(error)), error.headers)
+            await Answer(error.status, error_body(error), headers=error.headers)({}, _no_body, self.send)
 
     async def send(self, message: Message) -> None:
         """Send a part of the response."""
@@ -172,6 +168,10 @@ class _ResponseSender:
                 await self._send({**message, "body": body[at : at + PART_BYTES], "more_body": True})
             message = {**message, "body": body[-(len(body) % PART_BYTES or PART_BYTES) :]}
         await self._send(message)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

@@ -62,7 +62,8 @@ _SEND_MANY: Final = _SEND_EACH.format(
     "(select e.message from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)"
     " order by e.place)"
 ).encode()
-_PUBLISH: Final = f"""
+# Publish the message of a request to its topic: the number of copies.
+PUBLISH: Final = f"""
 select pgqueue.publish(
     m.message ->> 'topic', {_ARGUMENTS},
     base_topics => (select array_agg(t) from jsonb_array_elements_text(nullif(m.message -> 'base_topics', 'null')) t)
@@ -90,12 +91,6 @@ async def enqueue_messages(
     """
     statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
-
-
-async def publish_message(connection: AsyncConnection[Any], request: bytes | bytearray) -> int:
-    """Publish the message of a request to its topic. Returns the number of copies."""
-    ((copies,),) = await fetch(connection, _PUBLISH, as_json(request))
-    return int(copies)
 
 
 async def check_sizes(connection: AsyncConnection[Any], request: bytes | bytearray) -> None:

@@ -20,20 +20,9 @@ from ..errors import (
 )
 
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
-_CODES: Final = {
-    400: "bad_request",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "too_large",
-    422: "invalid",
-    500: "internal_error",
-    503: "unavailable",
-}
+_CODES: Final = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
 _LOCKED: Final = "another transaction has locked what the request changes"
 _NOT_INSTALLED: Final = "pgqueue is not installed in this database, so it has no queues"
-_LIMIT_EXCEEDED_CLASS: Final = "54"
 # libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
 # The messages of a server in another language do not match, and count as temporary.
 _CONNECTION_SQLSTATES: Final = {
@@ -50,11 +39,10 @@ _RIGHTS: Final = {
     "function": "EXECUTE",
     "table": "SELECT or a right to change it",
 }
-_DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
+_DENIED: Final = re.compile(f"permission denied for ({'|'.join(_RIGHTS)}) (\\S+)")
 _EXPECTED: Final = re.compile(r"([\w\[\]]+) must be (.*)\.", re.DOTALL)  # the hint of an argument that is invalid
 _QUOTED: Final = re.compile("'(.*?)'")
 _SIZES: Final = re.compile(r"([\w\[\]]+) of (\d+) bytes? is over the limit of (\d+) byte")
-_CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
 
 class ApiError(Exception):
@@ -128,13 +116,6 @@ def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None
     return ApiError(status, _CODES.get(status, "error"), message, headers=headers)
 
 
-def is_temporary(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the database is down, restarts or has no resources left, or another
-    transaction was in the way.
-    """
-    return is_trouble(error) or is_conflict(error)
-
-
 def connection_sqlstate(error: BaseException) -> str | None:
     """The SQLSTATE of a failed connection, if a later attempt fails in the same way: 3D000, 28000 or 42501."""
     if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
@@ -142,42 +123,40 @@ def connection_sqlstate(error: BaseException) -> str | None:
     return next((state for state, text in _CONNECTION_SQLSTATES.items() if text.search(str(error))), None)
 
 
-def connection_failure(error: BaseException) -> str | None:
-    """Why a connection failed, such as `Connection refused`; None if the text may name a host or a user."""
-    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
-        return None
-    reasons = [reason for reason in _CONNECTION_FAILURE.findall(str(error)) if '"' not in reason and "@" not in reason]
-    return reasons[-1].strip() if reasons else None
-
-
 def _missing_right(detail: str) -> str:
     """A sentence that names the right. A message of PostgreSQL in another language is repeated."""
     found = _DENIED.fullmatch(detail)
     if found is None:
         return f"the database role of the server lacks a right: {detail}"
-    right = _RIGHTS.get(found[1], "a right")
     remedy = "pgqueue.grant_access gives a role the rights of a producer, consumer, reader or admin"
     if found[1] == "database":
         remedy = "its owner grants it"
-    return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
+    return f"the database role of the server lacks {_RIGHTS[found[1]]} on the {found[1]} {found[2]}: {remedy}"
 
 
-_KNOWN: Final[list[tuple[type[BaseException], int, str, str, str | None]]] = [
+# Exceptions, and the status, code, message and field of their answers. {} is the message of PostgreSQL.
+_KNOWN: Final[list[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str, str, str | None]]] = [
     (ScheduleNotFound, 404, "schedule_not_found", "{}", "name"),
     (QueueExists, 409, "queue_exists", "{}", None),
     (ScheduleExists, 409, "schedule_exists", "{}", "name"),
     (QueueBusy, 409, "queue_busy", "{}: try again", None),
     (psycopg.errors.LockNotAvailable, 503, "transaction_conflict", f"{_LOCKED}: try again", None),
-    (psycopg.errors.InvalidSchemaName, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
-    (psycopg.errors.UndefinedFunction, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
+    (
+        (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction),
+        404,
+        "queue_not_found",
+        _NOT_INSTALLED,
+        "database_name",
+    ),
     (psycopg.errors.QueryCanceled, 503, "timeout", "the database took too long", None),
+    (
+        (psycopg.DataError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex),
+        422,
+        "invalid",
+        "PostgreSQL cannot store this: {}",
+        "body",
+    ),
 ]
-
-
-def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
-    """The error, which says when to try again if that helps."""
-    may_help = status == 503 or message.endswith("try again")
-    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
 
 
 def _field(argument: str) -> str:
@@ -189,12 +168,15 @@ def _field(argument: str) -> str:
     return f"messages[{int(place) - 1}].{field}"
 
 
+def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
+    """The error, which says when to try again if that helps."""
+    may_help = status == 503 or message.endswith("try again")
+    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
+
+
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
-    for kind, status, code, message, field in _KNOWN:
-        if isinstance(error, kind):
-            return _answer(status, code, message.format(detail), field)
     match error:
         case QueueNotFound():
             named = _QUOTED.search(detail)
@@ -212,18 +194,17 @@ def from_database_error(error: BaseException) -> ApiError:
             return ApiError(422, "invalid", detail.replace(hint[1], field, 1), field, limit=limit)
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", _missing_right(detail))
-        case psycopg.DataError():
-            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail or error}", field="body")
-    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
-        return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
-    match connection_sqlstate(error):
-        case "3D000":
-            return ApiError(404, "database_not_found", "the database does not exist", "database_name")
-        case "42501":
-            message = "the database role of the server may not connect to the database: grant it CONNECT"
-            return ApiError(403, "insufficient_privilege", message, "database_name")
+    for kinds, status, code, message, field in _KNOWN:
+        if isinstance(error, kinds):
+            return _answer(status, code, message.format(detail or error), field)
+    refused = connection_sqlstate(error)
+    if refused == "3D000":
+        return ApiError(404, "database_not_found", "the database does not exist", "database_name")
+    if refused == "42501":
+        message = "the database role of the server may not connect to the database: grant it CONNECT"
+        return ApiError(403, "insufficient_privilege", message, "database_name")
     if is_conflict(error):
         return _answer(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
-    if is_temporary(error):
+    if is_trouble(error):
         return _answer(503, "database_unavailable", "the database cannot be reached now: try again")
     return from_http_status(500, "an internal error; see the log of the server")

@@ -1,11 +1,13 @@
 """Idempotency keys: an effect runs once per key, and its response is stored in the transaction of the effect."""
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import psycopg
+from msgspec import Struct
 from psycopg import AsyncConnection
+from starlette.types import Receive, Scope, Send
 
 from .databases import fetch
 from .errors import ApiError
@@ -20,12 +22,22 @@ _FIND: Final = (
 _END: Final = b"update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2 returning 1"
 
 
-class Answer(NamedTuple):
-    """The response to an effect: an HTTP status and JSON in UTF-8. `replayed` is true if the effect had run before."""
+class Answer(Struct, frozen=True):
+    """A response: an HTTP status and JSON in UTF-8. `replayed` is true if its effect had run before."""
 
     status: int
     json: bytes
     replayed: bool = False
+    headers: Mapping[str, str] = {}
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send it, as an ASGI application."""
+        headers = [(b"content-length", b"%d" % len(self.json)), (b"content-type", b"application/json")]
+        if self.replayed:
+            headers.append((b"idempotent-replayed", b"true"))
+        headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.json})
 
 
 class EffectKey(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from .._files import install_script
+from .._files import FIND_INSTALLATION, missing_installation
 
 # Only add steps. A step that was released has run in databases, and must not be edited.
 TARGET = ("effects.sql", "provisioned.sql")
@@ -16,17 +16,10 @@ async def install(connection: AsyncConnection[Any]) -> None:
     """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
-        cursor = await connection.execute(
-            "select to_regnamespace('pgqueue') is not null,"
-            " exists (select from pg_available_extensions where name = 'pgqueue')"
-        )
-        is_there, is_offered = await cursor.fetchone() or (False, False)
-        if is_there:
-            return
-        if is_offered:
-            await connection.execute("create extension pgqueue")
-        else:
-            await connection.execute(install_script().encode())
+        cursor = await connection.execute(FIND_INSTALLATION)
+        script = missing_installation(*(await cursor.fetchone() or (False, False)))
+        if script is not None:
+            await connection.execute(script.encode())
 
 
 async def migrate(connection: AsyncConnection[Any], steps: tuple[str, ...]) -> None:

@@ -88,18 +88,17 @@ def _complete(schema: dict[str, Any]) -> None:
     if "body" in properties and "payload" in properties and schema.get("additionalProperties") is False:
         schema["anyOf"] = _EITHER
     for name, each in properties.items():
-        kinds = [each, *each.get("anyOf", ())]
-        for kind in kinds if name.endswith("_at") else ():
-            if kind.get("type") == "string":
+        for kind in (each, *each.get("anyOf", ())):
+            if name.endswith("_at") and kind.get("type") == "string":
                 kind["format"] = "date-time"
 
 
 def _operation(route: Route, operation: Operation, reference: dict[Any, Any]) -> dict[str, Any]:
-    summary = operation.summary
+    about = operation.about or route.endpoint.__doc__ or ""
     found: dict[str, Any] = {
         "tags": [operation.tag],
         "summary": route.path.rpartition("/")[2].replace("_", " ").strip("{}").capitalize(),
-        "description": "\n".join(line.strip() for line in summary.strip().splitlines()),
+        "description": "\n".join(line.strip() for line in about.strip().splitlines()),
         "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('{', '').replace('}', '')}",
         "parameters": _parameters(route, operation),
         "responses": _responses(route, operation, reference),

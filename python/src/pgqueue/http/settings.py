@@ -70,17 +70,6 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     session_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 28800
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    services: dict[str, Any] = {}
-    users: dict[str, Any] = {}
-    control_dsn: str | None = None
-    control_dsn_env: str | None = None
-    session_key: str | None = None
-    session_key_env: str | None = None
-    tasks: Tasks = Tasks()
-    limits: Limits = Limits()
-
-
 class _Service(Struct, forbid_unknown_fields=True):
     dsn: str | None = None
     dsn_env: str | None = None
@@ -91,6 +80,17 @@ class _User(Struct, forbid_unknown_fields=True):
     password_hash: str | None = None
     password_env: str | None = None
     allow: Any = None
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    services: dict[str, Any] = {}
+    users: dict[str, Any] = {}
+    control_dsn: str | None = None
+    control_dsn_env: str | None = None
+    session_key: str | None = None
+    session_key_env: str | None = None
+    tasks: Tasks = Tasks()
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from ..._connections import is_proxied
 from ...client import AsyncQueue
 from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import PAYLOAD_LIMIT
-from ..errors import ApiError
 from ..idempotency import Answer
 from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter, storable_text
 from .verbs import Target
@@ -44,7 +43,7 @@ def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
     columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
     rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
     listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"
-    return f"select count(*), {listed} from {rows}".encode()  # noqa: S608 - constants
+    return f"select count(*), ({listed})::json from {rows}".encode()  # noqa: S608 - constants
 
 
 _CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)")
@@ -62,97 +61,89 @@ class _Held(Struct):
 
 async def claim_from(targets: list[Target], body: Claim) -> Answer:
     """The answer to a claim. The first of the queues has the idempotency key."""
-    claiming = ClaimOperation(targets, body)
-    answer = await claiming.run_once()
+    answer = await _claim_once(targets, body)
     if answer is None and body.wait_seconds:
-        most = _MAX_WAIT_SHARE * targets[0].context.settings.limits.request_seconds
-        answer = await _wait_for(targets, claiming, min(body.wait_seconds, most))
+        most = _MAX_WAIT_SHARE * targets[0].call.context.settings.limits.request_seconds
+        answer = await _wait_for(targets, body, min(body.wait_seconds, most))
     return answer or Answer(200, b'{"messages": []}')
+
+
+async def _claim_once(targets: list[Target], body: Claim) -> Answer | None:
+    """Claim once; None if no message was ready. Messages that cannot be delivered to the client are released."""
+    call = targets[0].call
+    # The claim is not cancelled with the request: the ids of its messages would be lost.
+    claiming = asyncio.create_task(_claim(targets, body))
+    is_undelivered = True
+    try:
+        answer = await asyncio.shield(claiming)
+        if answer is not None:
+            call.memory.take_response(len(answer.json))
+        is_undelivered = answer is not None and await call.is_disconnected()
+        return answer
+    finally:
+        if is_undelivered:
+            call.context.run_in_background(_release(targets[0], claiming))
 
 
 class _NothingReady(Exception):
     """A claim found no message."""
 
 
-class ClaimOperation:
-    """The claims of a request. Messages that were claimed but cannot be delivered to the client are released."""
+async def _claim(targets: list[Target], body: Claim) -> Answer | None:
+    target = targets[0]
+    call, places = target.call, [each.place for each in targets]
+    names = body.queue_names if isinstance(body, ClaimAny) else None
+    timeout = body.visibility_timeout_seconds
+    settings = body.max_messages, None if timeout is None else f"{timeout} s", storable_text(body.claimed_by)
+    statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
 
-    def __init__(self, targets: list[Target], body: Claim) -> None:
-        self._target = targets[0]
-        self._places = [target.place for target in targets]
-        self._body = body
-
-    async def run_once(self) -> Answer | None:
-        """Claim once; None if no message was ready."""
-        # The claim is not cancelled with the request: the ids of its messages would be lost.
-        claiming = asyncio.create_task(self._claim())
-        try:
-            answer = await asyncio.shield(claiming)
-            if answer is not None:
-                self._target.call.memory.take_response(len(answer.json))
-            is_gone = answer is not None and await self._target.call.is_disconnected()
-        except (asyncio.CancelledError, ApiError):
-            self._target.context.run_in_background(self._release(claiming))
-            raise
-        if is_gone:
-            self._target.context.run_in_background(self._release(claiming))
-        return answer
-
-    async def _claim(self) -> Answer | None:
-        try:
-            return await self._target.run_once(self._effect, self._can_be_large())
-        except _NothingReady:
-            return None
-
-    def _can_be_large(self) -> bool:
-        target = self._target
-        is_known = target.key is not None or target.context.databases.has_large(*self._places)
-        return is_known and self._body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
-
-    async def _effect(self, connection: Connection) -> Answer:
-        body, target = self._body, self._target
-        names = body.queue_names if isinstance(body, ClaimAny) else None
-        timeout = body.visibility_timeout_seconds
-        settings = body.max_messages, None if timeout is None else f"{timeout} s", storable_text(body.claimed_by)
-        statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
+    async def effect(connection: Connection) -> Answer:
         ((number, text),) = await fetch(connection, statement, where, *settings)
         if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
         if len(text) > LARGE_BYTES:
-            target.context.databases.note_large(*self._places)
-        answer = Answer(200, text.encode())
-        for name, _, ids in [(target.name, None, range(number))] if names is None else self._held(answer):
+            call.context.databases.large_queues.update(places)
+        answer = Answer(200, text)
+        for name, _, ids in [(target.name, None, range(number))] if names is None else _held(target, answer):
             replace(target, name=name).count("claimed", len(ids))
         if target.key is not None:  # it is stored, by way of copies
-            target.call.memory.take_response(2 * len(answer.json))
+            call.memory.take_response(2 * len(answer.json))
         return answer
 
-    def _held(self, answer: Answer) -> list[tuple[str, UUID, list[int]]]:
-        """For each queue and token the ids of the claimed messages."""
-        claims: dict[tuple[str, UUID], list[int]] = {}
-        for each in decode(answer.json, type=dict[str, list[_Held]])["messages"]:
-            claims.setdefault((each.queue_name or self._target.name, each.claim_token), []).append(each.id)
-        return [(name, token, ids) for (name, token), ids in claims.items()]
-
-    async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
-        await asyncio.wait({claiming})
-        answer = None if claiming.cancelled() or claiming.exception() else claiming.result()
-        # With a key the client can ask for the stored response again.
-        held = [] if answer is None or self._target.key is not None else self._held(answer)
-        del claiming, answer  # it is not counted any more
-        for name, token, ids in held:
-            target = replace(self._target, name=name)
-            async with target.connection() as connection:
-                await AsyncQueue(connection, name).release(ids, token)
-            target.count("released", len(ids))
+    is_known = target.key is not None or not call.context.databases.large_queues.isdisjoint(places)
+    try:
+        return await target.run_once(effect, is_known and body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES)
+    except _NothingReady:
+        return None
 
 
-async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: float) -> Answer | None:
+def _held(target: Target, answer: Answer) -> list[tuple[str, UUID, list[int]]]:
+    """For each queue and token the ids of the claimed messages."""
+    claims: dict[tuple[str, UUID], list[int]] = {}
+    for each in decode(answer.json, type=dict[str, list[_Held]])["messages"]:
+        claims.setdefault((each.queue_name or target.name, each.claim_token), []).append(each.id)
+    return [(name, token, ids) for (name, token), ids in claims.items()]
+
+
+async def _release(target: Target, claiming: asyncio.Task[Answer | None]) -> None:
+    await asyncio.wait({claiming})
+    answer = None if claiming.cancelled() or claiming.exception() else claiming.result()
+    # With a key the client can ask for the stored response again.
+    held = [] if answer is None or target.key is not None else _held(target, answer)
+    del claiming, answer  # it is not counted any more
+    for name, token, ids in held:
+        there = replace(target, name=name)
+        async with there.connection() as connection:
+            await AsyncQueue(connection, name).release(ids, token)
+        there.count("released", len(ids))
+
+
+async def _wait_for(targets: list[Target], body: Claim, seconds: float) -> Answer | None:
     """Claim when a message is announced or due in one of the queues, until the time is over."""
     until = time.monotonic() + seconds
     target = targets[0]
-    context = target.context
+    context = target.call.context
     async with target.connection() as connection:
         channels = [await AsyncQueue(connection, each.name).channel() for each in targets]
         proxied = is_proxied(connection)
@@ -167,7 +158,7 @@ async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: fl
                     await waiter.listen()
                 rest = min([interval.total_seconds(), *[await _seconds_until_due(each, interval) for each in targets]])
                 # A claim can find messages that the look did not count.
-                if (answer := await claiming.run_once()) is not None:
+                if (answer := await _claim_once(targets, body)) is not None:
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), rest))
                 notified = asyncio.create_task(waiter.notified.wait())

@@ -8,20 +8,16 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from ...client import AsyncQueue, AsyncQueues
-from ..calls import Call
-from ..databases import LARGE_BYTES, Connection, fetch
-from ..enqueueing import PAYLOAD_LIMIT, MessageIds, are_large, enqueue_messages, naming, publish_message
+from ..calls import Call, Operation
+from ..databases import LARGE_BYTES, Connection, as_json, fetch
+from ..enqueueing import PAYLOAD_LIMIT, PUBLISH, MessageIds, are_large, enqueue_messages, naming
 from ..errors import ApiError
-from ..idempotency import Answer, run_once
+from ..idempotency import Answer
 from ..security.rights import ALL, CONSUMER, LISTS, PRODUCER, READER, SEES, SUBSCRIBER, Need, current, forbidden
-from . import structs, verbs
+from . import structs
 from .claims import BROWSE_DEAD_MESSAGES, claim_from
-from .structs import Claim, ClaimAny, EnqueueDirect, Page, Publish, is_plain, settings_of
-from .verbs import READ_ERRORS, Target, Verbs, database_of, target_of
-
-verb = Verbs()
-ROUTES: Final = verb.routes
-verbs.add_to(verb)
+from .structs import Claim, ClaimAny, EnqueueDirect, Page, Publish, Where, is_plain, settings_of
+from .verbs import CHANGE_ERRORS, READ_ERRORS, ROUTES, Target, database_of, target_of, verb
 
 _LIST_LIMIT: Final = 8 * 2**20  # of payloads and headers as JSON text in bytes
 _SIZE: Final = (
@@ -39,10 +35,10 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
         sent = await enqueue_messages(connection, target.name, target.body, is_one, are_plain)
         return Answer(201, encode({"message_ids": sent}))
 
-    if are_large(body.messages, target.body):
-        target.context.databases.note_large(target.place)
     async with naming(target.connection, body.messages, "messages[{}]."):
         answer = await target.run_once(effect)
+    if are_large(body.messages, target.body):
+        target.call.context.databases.large_queues.add(target.place)
     if not answer.replayed:
         target.count("enqueued", len(body.messages))
     return answer
@@ -58,16 +54,21 @@ async def claim(target: Target, body: Claim) -> Answer:
     return await claim_from([target], body)
 
 
-@verb("/v1/queues/claim_any", CONSUMER, structs.ClaimedFromQueues, ClaimAny)
+@ROUTES.add(
+    "POST",
+    "/v1/queues/claim_any",
+    CONSUMER,
+    Operation("direct", ClaimAny, structs.ClaimedFromQueues, 200, Where, CHANGE_ERRORS, has_key=True),
+)
 async def claim_any(call: Call) -> Answer:
     """Claim up to 100 messages from several queues of a database, in the order given, as `claim` does from one."""
-    body, _ = await call.json(ClaimAny)
+    body, _ = await call.json_of(ClaimAny)
     targets = [target_of(call, name) for name in body.queue_names]
     targets[0] = replace(targets[0], key=await call.key())
     return await claim_from(targets, body)
 
 
-@verb("/v1/queues", LISTS, structs.ListedSettings)
+@ROUTES.add("GET", "/v1/queues", LISTS, Operation("direct", None, structs.ListedSettings, 200, Where, READ_ERRORS))
 async def list_queues(call: Call) -> Answer:
     """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
     context, (service, database) = call.context, database_of(call)
@@ -77,12 +78,12 @@ async def list_queues(call: Call) -> Answer:
     except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
         queues = []  # pgqueue is not installed there yet
     hidden, sees = context.settings.tasks.queue, current().sees
-    seen = [settings_of(each) for each in queues if each.name != hidden and sees(service.id, database, each.name)]
+    seen = [settings_of(each) for each in queues if each.name != hidden and sees(service, database, each.name)]
     return Answer(200, encode({"queues": seen}))
 
 
 @verb("stats", SEES, structs.DirectStats)
-async def stats(target: Target) -> Answer:
+async def stats(target: Target, _: Where) -> Answer:
     """The depth of a queue. Cheap on a deep queue."""
     async with target.connection() as connection:
         return Answer(200, encode(await AsyncQueue(connection, target.name).stats()))
@@ -95,17 +96,17 @@ async def browse_dead_messages(target: Target, page: Page) -> Answer:
     async with target.connection(is_large=page.max_messages * PAYLOAD_LIMIT > LARGE_BYTES) as connection:
         ((_, text),) = await fetch(connection, BROWSE_DEAD_MESSAGES, *values)
         target.call.memory.take_response(len(text))
-        return Answer(200, text.encode())
+        return Answer(200, text)
 
 
 @verb(
     "list_schedules",
     Need(("consumer", "admin", "reader")),
     structs.Schedules,
-    errors=(*READ_ERRORS, 413),
+    errors=(413,),
     tag="schedules",
 )
-async def list_schedules(target: Target) -> Answer:
+async def list_schedules(target: Target, _: Where) -> Answer:
     """The schedules of the queue, by name. Refused if their payloads and headers are over 8 MB."""
     async with target.connection() as connection:
         ((size,),) = await (await connection.execute(_SIZE, [target.name])).fetchall()
@@ -117,14 +118,19 @@ async def list_schedules(target: Target) -> Answer:
 
 
 @verb("list_subscriptions", SUBSCRIBER, structs.Subscriptions, tag="topics")
-async def list_subscriptions(target: Target) -> Answer:
+async def list_subscriptions(target: Target, _: Where) -> Answer:
     """The subscriptions of the queue, by topic."""
     async with target.connection() as connection:
         found = await AsyncQueue(connection, target.name).list_subscriptions()
         return Answer(200, encode({"subscriptions": found}))
 
 
-@verb("/v1/queues/publish", Need(("producer",), "some"), structs.Count, Publish, status=201, tag="topics")
+@ROUTES.add(
+    "POST",
+    "/v1/queues/publish",
+    Need(("producer",), "some"),
+    Operation("topics", Publish, structs.Count, 201, Where, CHANGE_ERRORS, has_key=True),
+)
 async def publish(call: Call) -> Answer:
     """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of copies.
 
@@ -133,17 +139,14 @@ async def publish(call: Call) -> Answer:
     service, database = database_of(call)
     # The topic decides which queues a message reaches, also some that the user may not see.
     caller = current()
-    if not caller.may(caller.needs.accesses, service.id, database, ALL):
+    if not caller.may(caller.needs.accesses, service, database, ALL):
         raise forbidden(caller.needs.accesses, "all queues of the database")
-    body, text = await call.json(Publish)
-    key = await call.key()
-    databases = call.context.databases
-    async with (
-        naming(lambda: databases.target(service, database), [body]),
-        databases.target(service, database, prepare=key is not None) as connection,
-    ):
+    body, text = await call.json_of(Publish)
+    target = Target(call, service, database, "", await call.key(), text)
 
-        async def effect() -> Answer:
-            return Answer(201, encode({"count": await publish_message(connection, text)}))
+    async def effect(connection: Connection) -> Answer:
+        ((count,),) = await fetch(connection, PUBLISH, as_json(text))
+        return Answer(201, encode({"count": count}))
 
-        return await run_once(connection, key, effect)
+    async with naming(target.connection, [body]):
+        return await target.run_once(effect)

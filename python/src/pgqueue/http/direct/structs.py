@@ -60,10 +60,10 @@ def _nothing() -> Raw:
     return _NOTHING
 
 
-def text_of(json: Raw) -> bytes | None:
+def text_of(json: Raw) -> str | None:
     """The text of a value of a request; None if it is null or absent."""
-    text = bytes(json)
-    return text if text and text != b"null" else None
+    text = bytes(json).decode()
+    return text if text and text != "null" else None
 
 
 def storable_text(text: str | None) -> str | None:
@@ -103,9 +103,7 @@ class DirectMessage(Request):
         Request.__post_init__(self)
 
 
-_more: Final = attrgetter(
-    *(name for name in DirectMessage.__struct_fields__ if name not in ("payload", "delay_seconds", "headers"))
-)
+_more: Final = attrgetter(*DirectMessage.__struct_fields__[3:])
 _NO_MORE: Final = _more(DirectMessage(Raw(b"1")))
 
 

@@ -6,24 +6,21 @@ The struct of a body yields the checks, the schema, and the arguments; the struc
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 from msgspec import Raw, Struct
 from msgspec.json import encode
-from starlette.types import Send
 
-from ..calls import Call, Operation, Route, parameters, respond
-from ..context import Context, find_database, find_service, is_queue_name
+from ..calls import Call, Operation, Routes, find_database, find_service, is_queue_name
 from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import MessageIds, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need, current
-from ..settings import Service
 from . import structs
 from .structs import storable_text, text_of
 
+ROUTES: Final = Routes()
 READ_ERRORS: Final = (403, 404, 422)
 CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
 
@@ -34,26 +31,25 @@ Function = Callable[..., Awaitable[Answer]]
 class Target:
     """The queue of a request: its service, database and name. The database is not asked whether it exists."""
 
-    context: Context
-    service: Service
+    call: Call
+    service: str
     database: str
     name: str
-    call: Call
     key: EffectKey | None = None
-    body: bytes | bytearray = b""
+    body: bytearray | bytes = b""
 
     def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to the database of the queue, as `Databases.target` has it."""
-        return self.context.databases.target(self.service, self.database, prepare, is_large=is_large)
+        return self.call.context.databases.target(self.service, self.database, prepare, is_large=is_large)
 
     def count(self, operation: str, number: int) -> None:
         """Add to the metrics of the queue."""
-        self.context.metrics.messages(*self.place, operation, number)
+        self.call.context.metrics.messages(*self.place, operation, number)
 
     @property
     def place(self) -> tuple[str, str, str]:
         """The names of the service, the database and the queue."""
-        return self.service.id, self.database, self.name
+        return self.service, self.database, self.name
 
     async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
         """Run an effect on a connection; only once if the request has an idempotency key.
@@ -64,10 +60,11 @@ class Target:
             return await run_once(connection, self.key, lambda: effect(connection))
 
 
-def database_of(call: Call) -> tuple[Service, str]:
+def database_of(call: Call) -> tuple[str, str]:
     """The service and the database of a request. Raises `ApiError` 404."""
-    service = find_service(call.context, call.query.get("service_id"))
-    return service, find_database(service, call.query.get("database_name"))
+    query = call.query_params if call.scope["query_string"] else {}
+    service = find_service(call.context, query.get("service_id"))
+    return service.id, find_database(service, query.get("database_name"))
 
 
 def target_of(call: Call, queue_name: str) -> Target:
@@ -75,60 +72,47 @@ def target_of(call: Call, queue_name: str) -> Target:
     service, database = database_of(call)
     if not is_queue_name(queue_name) or queue_name == call.context.settings.tasks.queue:
         raise queue_not_found(queue_name)
-    current().check(service.id, database, queue_name)
-    return Target(call.context, service, database, queue_name, call)
+    current().check(service, database, queue_name)
+    return Target(call, service, database, queue_name)
 
 
-class Verbs:
-    """The routes of the verbs of a queue, and of its database."""
+def verb(
+    name: str,
+    need: Need,
+    answer: Any,
+    body: Any = None,
+    *,
+    status: int = 200,
+    query: Any = structs.Where,
+    errors: tuple[int, ...] = (),
+    tag: str = "direct",
+    about: str | None = None,
+) -> Callable[[Function], Function]:
+    """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
 
-    def __init__(self) -> None:
-        self.routes: list[Route] = []
+    It is called with the target, and with the body or the parameters of the URL. `about` replaces its docstring.
+    """
+    method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
 
-    def __call__(
-        self,
-        name: str,
-        need: Need,
-        answer: Any,
-        body: Any = None,
-        *,
-        status: int = 200,
-        query: Any = structs.Where,
-        errors: tuple[int, ...] | None = None,
-        tag: str = "direct",
-        about: str = "",
-    ) -> Callable[[Function], Function]:
-        """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
-
-        It is called with the target and the body, or with the target and the parameters of the URL if these are more
-        than the database. If `name` is a path, the verb is one of a database, and the function is called with the
-        request. `about` replaces its docstring.
-        """
-        method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
-
-        async def of_queue(call: Call, function: Function) -> Answer:
+    def register(function: Function) -> Function:
+        async def endpoint(call: Call) -> Answer:
             target = target_of(call, call.names["queue_name"])
-            if body is not None:
-                given, text = await call.json(body)
-                target.key, target.body = await call.key(), text
-                return await function(target, given)
-            return await (function(target) if query is structs.Where else function(target, parameters(call, query)))
+            if body is None:
+                return await function(target, call.parameters(query))
+            given, target.body = await call.json_of(body)
+            target.key = await call.key()
+            return await function(target, given)
 
-        def register(function: Function) -> Function:
-            is_of_database = name.startswith("/")
+        described = Operation(
+            tag, body, answer, status, query, (*usual, *errors), body is not None, about=about or function.__doc__
+        )
+        ROUTES.add(method, f"/v1/queues/{{queue_name}}/{name}", need, described)(endpoint)
+        return function
 
-            async def endpoint(call: Call, send: Send) -> None:
-                await respond(send, await (function(call) if is_of_database else of_queue(call, function)))
-
-            described = about or function.__doc__ or "", tag, body, answer, status, query, errors or usual
-            path = name if is_of_database else f"/v1/queues/{{queue_name}}/{name}"
-            self.routes.append(Route(method, path, need, endpoint, Operation(*described, has_key=body is not None)))
-            return function
-
-        return register
+    return register
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Verb:
     """A verb: its name, who may call it, and the structs of its body and its answer.
 
@@ -152,7 +136,7 @@ class Verb:
 
         async def effect(connection: Connection) -> Answer:
             nonlocal number
-            rows = await fetch(connection, self._statement(*given), target.name, *given.values())
+            rows = await fetch(connection, self._statement(given), target.name, *given.values())
             number, result = self._result(body, rows)
             return Answer(self.status, encode(result))
 
@@ -162,16 +146,15 @@ class Verb:
             target.count(self.counted, number)
         return answer
 
-    @cache  # noqa: B019 - the verbs are constants
-    def _statement(self, *arguments: str) -> bytes:
+    def _statement(self, given: dict[str, Any]) -> bytes:
         names = [] if self.of_schedule else ["queue_name => $1"]
-        names += [f"{name} => ${place}" for place, name in enumerate(arguments, 2)]
-        call = f"pgqueue.{self.name}({', '.join(names)})"
+        names += [f"{name} => ${place}" for place, name in enumerate(given, 2)]
+        columns, source = f"pgqueue.{self.name}({', '.join(names)})", "(select) s"
         if self.answer is structs.SettledClaims:
-            return f"select id, settled from {call}".encode()  # noqa: S608 - names of fields
-        if self.of_schedule:
-            call += " from pgqueue.list_schedules(queue_name => $1) s where s.name = $2"
-        return f"select {call}".encode()
+            columns, source = "id, settled", columns
+        elif self.of_schedule:
+            source = "pgqueue.list_schedules(queue_name => $1) s where s.name = $2"
+        return f"select {columns} from {source}".encode()  # noqa: S608 - names of fields
 
     def _result(self, body: Any, rows: list[tuple[Any, ...]]) -> tuple[int, dict[str, Any]]:
         """How many messages are changed, and the answer."""
@@ -182,14 +165,12 @@ class Verb:
             message = f"the queue has no schedule {body.name[:128]!r}"
             raise ApiError(404, "schedule_not_found", message, "name", body.name)
         ((result,),) = rows
-        if self.answer is structs.Done and not result:
-            raise ApiError(410, "claim_lost", f"the claim of message {body.id} was lost", "claim_token")
         if self.answer is structs.Done:
+            if not result:
+                raise ApiError(410, "claim_lost", f"the claim of message {body.id} was lost", "claim_token")
             return 1, {"id": body.id}
         (name,) = self.answer.__struct_fields__
-        if self.answer is MessageIds:
-            result = [result]
-        return (result if self.answer is structs.Count else 1), {name: result}
+        return result if self.answer is structs.Count else 1, {name: [result] if self.answer is MessageIds else result}
 
 
 def _arguments(body: Struct) -> dict[str, Any]:
@@ -198,7 +179,7 @@ def _arguments(body: Struct) -> dict[str, Any]:
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, Raw):
-            value = (text := text_of(value)) and text.decode()
+            value = text_of(value)
         if value is None:
             continue
         if name == "claims":
@@ -237,13 +218,9 @@ _VERBS: Final = {
         Verb("unsubscribe", SUBSCRIBER, structs.Unsubscribe, structs.Unsubscribed),
     ),
 }
-
-
-def add_to(verbs: Verbs) -> None:
-    """Make each verb a route. What the struct of its body says is the description."""
-    for tag, found in _VERBS.items():
-        for each in found:
-            about: dict[str, Any] = {"status": each.status, "tag": tag, "about": each.body.__doc__}
-            if each.answer is structs.Done:
-                about["errors"] = (*CHANGE_ERRORS, 410)
-            verbs(each.name, each.need, each.answer, each.body, **about)(each.run)
+for _tag, _verbs in _VERBS.items():
+    for _each in _verbs:
+        _errors = (410,) if _each.answer is structs.Done else ()
+        _more: dict[str, Any] = {"status": _each.status, "tag": _tag, "about": _each.body.__doc__, "errors": _errors}
+        verb(_each.name, _each.need, _each.answer, _each.body, **_more)(_each.run)
+VERBS: Final = {each.name: each for found in _VERBS.values() for each in found}

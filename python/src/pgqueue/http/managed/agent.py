@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 from uuid import UUID
 
-import msgspec
 import psycopg
 from msgspec.json import encode
 from psycopg_pool import PoolTimeout
@@ -23,7 +22,7 @@ from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
 from ..databases import LARGE_BYTES, Databases
 from ..enqueueing import enqueue_messages
-from ..errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
+from ..errors import ApiError, connection_sqlstate, from_database_error
 from ..idempotency import Answer, EffectKey, run_once
 from ..metrics import Metrics
 from ..settings import Settings
@@ -71,7 +70,7 @@ class Agent:
                     logger.warning(
                         "the agent cannot use the control database and retries: %s", from_database_error(error).message
                     )
-                    self._databases.forget_migrations()
+                    self._databases.migrated.clear()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
         finally:
@@ -109,6 +108,8 @@ class Agent:
             if task is None:
                 return  # another agent has finished it, and died before it acknowledged the message
             queue = await registry.get(connection, task.queue_id)
+        status: Literal["completed", "failed"] = "completed"
+        message: str | None = None
         try:
             result = await self._run_task(task, queue)
         except Exception as error:
@@ -116,26 +117,15 @@ class Agent:
             if _is_retryable(error) and not last:
                 with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
                     async with self._databases.control() as connection:
-                        message = f"{_error_message(error)}; the agent tries again"
-                        await registry.set_status(connection, task.id, "running", message=message)
+                        reason = f"{_error_message(error)}; the agent tries again"
+                        await registry.set_status(connection, task.id, "running", message=reason)
                 raise
-            if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not is_temporary(error):
+            if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not queue_errors.is_trouble(error):
                 logger.exception("task %s (%s) failed", task.id, task.kind)
-            await self._end(task.id, task.kind, "failed", message=_error_message(error))
-        else:
-            await self._end(task.id, task.kind, "completed", result)
-
-    async def _end(
-        self,
-        id: UUID,
-        kind: str,
-        status: Literal["completed", "failed"],
-        result: str | None = None,
-        message: str | None = None,
-    ) -> None:
+            status, result, message = "failed", None, _error_message(error)
         async with self._databases.control() as connection:
-            await registry.set_status(connection, id, status, result, message)
-        self._metrics.task(kind, status)
+            await registry.set_status(connection, task.id, status, result, message)
+        self._metrics.task(task.kind, status)
 
     async def _run_task(self, task: AgentTask, queue: QueueBody | None) -> str | None:
         """Do what the task says. Returns its result as JSON."""
@@ -155,8 +145,8 @@ class Agent:
 
     async def _change(self, task: AgentTask, queue: QueueBody) -> None:
         """Create or drop a queue."""
-        service = self._databases.service(queue.service_id)
-        async with self._databases.target(service, queue.database_name, prepare=True) as target, target.transaction():
+        place = queue.service_id, queue.database_name
+        async with self._databases.target(*place, prepare=True) as target, target.transaction():
             # Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it
             # would exist.
             await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{queue.id}"])
@@ -166,28 +156,23 @@ class Agent:
                 await (_create if task.kind == "provision" else _drop)(target, queue)
 
     async def _enqueue(self, task: AgentTask, queue: QueueBody) -> str:
-        service = self._databases.service(queue.service_id)
-        async with (
-            self._databases.target(
-                service, queue.database_name, prepare=True, is_large=task.request_bytes > LARGE_BYTES
-            ) as target,
-        ):
+        place, is_large = (queue.service_id, queue.database_name), task.request_bytes > LARGE_BYTES
+        async with self._databases.target(*place, prepare=True, is_large=is_large) as target:
             async with self._databases.control() as connection:
                 request = await registry.read_request(connection, task.id)
 
+            sent: list[int] = []
+
             async def effect() -> Answer:
-                ids = await enqueue_messages(target, queue.name, request)
-                return Answer(200, encode({"message_ids": ids}))
+                sent[:] = await enqueue_messages(target, queue.name, request)
+                return Answer(200, encode({"message_ids": sent}))
 
             answer = await run_once(target, EffectKey("task", str(task.id)), effect)
-        if not answer.replayed:
-            number = len(msgspec.json.decode(answer.json)["message_ids"])
-            self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
+        self._metrics.messages(*place, queue.name, "enqueued", len(sent))
         return answer.json.decode()
 
     async def _read_stats(self, queue: QueueBody) -> str:
-        service = self._databases.service(queue.service_id)
-        async with self._databases.target(service, queue.database_name) as target:
+        async with self._databases.target(queue.service_id, queue.database_name) as target:
             found = await AsyncQueue(target, queue.name).stats()
         depth = found.ready_messages, found.inflight_messages, found.dead_messages
         return encode(StatsResult(queue.name, *depth, round(found.oldest_age_seconds or 0.0, 3))).decode()
@@ -224,7 +209,7 @@ class Agent:
         for service in self._settings.services.values():
             for database in service.databases:
                 try:
-                    async with self._databases.target(service, database) as connection:
+                    async with self._databases.target(service.id, database) as connection:
                         await registry.delete_old_records(connection, "effects")
                 except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
                     pass  # the server has stored nothing there
@@ -259,7 +244,8 @@ def _is_retryable(error: Exception) -> bool:
     # An agent may lack a service that other agents have. The lookup of the service then raises an ApiError.
     if connection_sqlstate(error) is not None:
         return False
-    return is_temporary(error) or isinstance(error, (queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
+    again = queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError
+    return queue_errors.is_trouble(error) or isinstance(error, again)
 
 
 def _error_message(error: Exception) -> str:
@@ -271,8 +257,7 @@ def _error_message(error: Exception) -> str:
         return _CONNECTION_REFUSED[refused]
     found = error if isinstance(error, ApiError) else from_database_error(error)
     if found.code == "database_unavailable":
-        reason = connection_failure(error)
-        return "the database cannot be reached" + (f": {reason}" if reason else "")
+        return "the database cannot be reached"
     if found.code == "internal_error" and isinstance(error, psycopg.Error) and error.diag.message_primary:
         return f"the database refuses the task: {error.diag.message_primary}"
     return found.message

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any, Final, Literal
 from uuid import UUID
 
-from msgspec import Raw
 from psycopg import AsyncConnection, AsyncCursor
 from psycopg.rows import class_row
 
@@ -154,7 +153,7 @@ async def submit(
 
 async def find_task(
     connection: Connection, service_id: str, queue_name: str, kind: TaskKind, id: UUID
-) -> tuple[str, str, Raw] | None:
+) -> tuple[str, str, bytes] | None:
     """The database, the status and the JSON of a task of a queue; the queue may have been deleted since."""
     for database_name, status, task in await fetch(connection, _FIND_TASK, service_id, queue_name, kind, id):
         return database_name, status, task

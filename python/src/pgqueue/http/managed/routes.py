@@ -5,16 +5,15 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
-from msgspec.json import decode, encode
+from msgspec.json import encode
+from msgspec.structs import replace
 from psycopg import AsyncConnection
-from starlette.types import Send
 
-from ..calls import Call, Operation, Route, parameters, respond
-from ..context import check_not_reserved, find_database, find_service, is_queue_name
+from ..calls import Call, Operation, Routes, check_not_reserved, find_database, find_service, is_queue_name
 from ..databases import LARGE_BYTES
 from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
-from ..idempotency import Answer, EffectKey, run_once
+from ..idempotency import Answer, run_once
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
@@ -32,7 +31,7 @@ from .structs import (
 
 _PATH: Final = "/managed-services/{service_id}/queues"
 _QUEUE: Final = f"{_PATH}/{{queue_name}}"
-ROUTES: Final[list[Route]] = []
+ROUTES: Final = Routes()
 
 Handler = Callable[[Call, Service], Awaitable[Answer]]
 
@@ -43,39 +42,30 @@ def _route(
     """Make a function a route of a service. The rights to the service and the queue are checked first."""
 
     def register(function: Handler) -> Handler:
-        async def endpoint(call: Call, send: Send) -> None:
+        async def endpoint(call: Call) -> Answer:
             service = find_service(call.context, call.names["service_id"])
-            if "queue_name" in call.names:
-                _check(service, call.names["queue_name"])
-            answered = await function(call, service)
-            headers = {}
-            if answered.status == 201:
-                name = decode(answered.json)["name"]
-                headers["Location"] = f"/managed-services/{quote(service.id, safe='')}/queues/{name}"
-            await respond(send, answered, headers)
+            if (queue_name := call.names.get("queue_name")) is not None:
+                if not is_queue_name(queue_name):
+                    raise queue_not_found(queue_name)
+                current().check(service.id, None, queue_name)  # whatever its database
+            return await function(call, service)
 
         has_key, of, unfinished = method == "POST", TaskOf if polls else None, answer if polls else None
         errors = (404, *((409,) if has_key else ()), *((400,) if body else ()))
-        summary = function.__doc__ or ""
-        operation = Operation(summary, "managed queues", body, answer, status, of, errors, has_key, unfinished)
-        ROUTES.append(Route(method, path, need, endpoint, operation))
+        described = Operation(
+            "managed queues", body, answer, status, of, errors, has_key, unfinished, about=function.__doc__
+        )
+        ROUTES.add(method, path, need, described)(endpoint)
         return function
 
     return register
-
-
-def _check(service: Service, queue_name: str) -> None:
-    """Raise `ApiError` if the user may not call the route for a queue, whatever its database."""
-    if not is_queue_name(queue_name):
-        raise queue_not_found(queue_name)
-    current().check(service.id, None, queue_name)
 
 
 @_route("POST", _PATH, ADMIN, QueueBody, CreateQueue, 201)
 async def create_queue(call: Call, service: Service) -> Answer:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     context = call.context
-    body, _ = await call.json(CreateQueue)
+    body, _ = await call.json_of(CreateQueue)
     try:
         database = find_database(service, body.database_name)
     except ApiError as error:
@@ -93,7 +83,9 @@ async def create_queue(call: Call, service: Service) -> Answer:
                 raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
             return Answer(201, encode(queue))
 
-        return await run_once(connection, key, effect)
+        answer = await run_once(connection, key, effect)
+    location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
+    return replace(answer, headers={"Location": location})
 
 
 @_route("GET", _PATH, LISTS, QueueList)
@@ -125,12 +117,13 @@ async def delete_queue(call: Call, service: Service) -> Answer:
 @_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, EnqueueRequest, 202)
 async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
-    body, text = await call.json(EnqueueRequest)
-    databases = call.context.databases
+    body, text = await call.json_of(EnqueueRequest)
+    async with naming(call.context.databases.control, body.messages, "messages[{}]."):
+        answer = await _submit(call, service, "enqueue", text)
     if are_large(body.messages, text):
-        databases.note_large(*((service.id, each, call.names["queue_name"]) for each in service.databases))
-    async with naming(databases.control, body.messages, "messages[{}]."):
-        return await _submit(call, service, "enqueue", await call.key(), text)
+        places = {(service.id, each, call.names["queue_name"]) for each in service.databases}
+        call.context.databases.large_queues.update(places)
+    return answer
 
 
 @_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, polls=True)
@@ -142,7 +135,7 @@ async def poll_enqueue(call: Call, service: Service) -> Answer:
 @_route("POST", f"{_QUEUE}/stats", SEES, TaskId, status=202)
 async def request_stats(call: Call, service: Service) -> Answer:
     """Have an agent read the depth of a queue. Poll for the result."""
-    return await _submit(call, service, "stats", await call.key(), None)
+    return await _submit(call, service, "stats")
 
 
 @_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, polls=True)
@@ -159,10 +152,9 @@ async def _found(connection: AsyncConnection[Any], service: Service, queue_name:
     return row
 
 
-async def _submit(
-    call: Call, service: Service, kind: registry.TaskKind, key: EffectKey | None, request: bytes | bytearray | None
-) -> Answer:
+async def _submit(call: Call, service: Service, kind: registry.TaskKind, request: bytearray | None = None) -> Answer:
     queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
+    key = await call.key()
     async with call.context.databases.control(is_large=len(request or b"") > LARGE_BYTES) as connection:
 
         async def effect() -> Answer:
@@ -178,10 +170,10 @@ async def _submit(
 
 
 async def _poll(call: Call, service: Service, kind: registry.TaskKind) -> Answer:
-    queue_name, task_id = call.names["queue_name"], parameters(call, TaskOf).task_id
+    queue_name, task_id = call.names["queue_name"], call.parameters(TaskOf).task_id
     async with call.context.databases.control() as connection:
         found = await registry.find_task(connection, service.id, queue_name, kind, task_id)
     if found is None or not current().may(current().needs.accesses, service.id, found[0], queue_name):
         raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
     _, status, task = found
-    return Answer(200 if status in ("completed", "failed") else 202, bytes(task))
+    return Answer(200 if status in ("completed", "failed") else 202, task)

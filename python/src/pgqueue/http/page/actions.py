@@ -9,19 +9,16 @@ from starlette.responses import RedirectResponse, Response
 
 from ..._wording import counted as count
 from ...client import AsyncQueue
-from ..calls import Call, parameters
-from ..context import Context
+from ..calls import Call, Context, Routes
 from ..errors import ApiError
 from ..managed import registry
-from ..managed.structs import QueueBody
-from ..sampling import Place
+from ..metrics import Place
 from ..security.rights import ADMIN
 from .rendering import render
-from .requests import Form, Pages, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
+from .requests import Form, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
 from .search import LOOK_LIMIT, STATES, Filter, find_ids
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 REDRIVE_LIMIT: Final = 100_000  # dead letters at a time, as in the API
 
 # The actions on messages, with their verb in the question.
@@ -40,14 +37,15 @@ class _Confirmed(Struct):
     state: str = "dead"
 
 
-@pages.get("/queue/confirm", ADMIN)
+@ROUTES.page("GET", "/queue/confirm", ADMIN)
 async def confirm(call: Call) -> Response:
     """The page that asks before dead letters are redriven or deleted: all, the selected, or those that a filter finds.
 
     Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant. The action `delete` is for
     selected messages that are ready or scheduled.
     """
-    place, given, selected = place_of(call), parameters(call, _Confirmed), call.values("id")
+    place, given = place_of(call), call.parameters(_Confirmed)
+    selected = ",".join(call.query_params.getlist("id"))
     check_choice("state", given.state, STATES)
     _check_action(given.action, _CONFIRMED_ACTIONS)
     if not selected and (given.of == "selected" or given.action == "delete"):
@@ -74,14 +72,14 @@ async def confirm(call: Call) -> Response:
     )
 
 
-@pages.post("/queue/{action}", ADMIN)
+@ROUTES.page("POST", "/queue/{action}", ADMIN)
 async def act(call: Call) -> Response:
     """Run an action, and redirect to the page of the queue or of all queues."""
     context, place, action = call.context, place_of(call), call.names["action"]
     _check_action(action, {"pause", "resume", *_CONFIRMED_ACTIONS, *_REMOVALS})
     form = await read_form(call)
     if action in _REMOVALS:
-        return await _remove(call, place, action, form.get("typed", [""])[0].strip())
+        return await _remove(call, place, action, form.get("typed", "").strip())
     async with open_queue(context, place) as queue:
         if action in _CONFIRMED_ACTIONS:
             done, state = await _settle(context, queue, place, action, form)
@@ -89,23 +87,23 @@ async def act(call: Call) -> Response:
             done, state = f"{queue.name} is {'' if await queue.pause_queue() else 'already '}paused", None
         else:
             done, state = f"{queue.name} {'is resumed' if await queue.resume_queue() else 'was not paused'}", None
-    await context.sampler.sample(context.databases.service(place[0]), place[1])
-    if form.get("to") == ["queues"]:
-        view = urlencode({name: given[0] for name, given in form.items() if name in ("find", "sort")})
+    await context.sampler.sample(*place[:2])
+    if form.get("to") == "queues":
+        view = urlencode({name: given for name, given in form.items() if name in ("find", "sort")})
         return RedirectResponse(f"../?{view}" if view else "../", 303)
     return back_to("queue", place, state=state, done=done)
 
 
 async def _settle(context: Context, queue: AsyncQueue, place: Place, action: str, form: Form) -> tuple[str, str]:
     """Redrive or delete messages. Returns what is done, and the state whose messages are shown then."""
-    given = form.get("id", [])
-    ids = None if given == ["all"] and action != "delete" else message_ids(given)  # all must be explicit: it is final
+    given = form.get("id", "")
+    ids = None if given == "all" and action != "delete" else message_ids(given)  # all must be explicit: it is final
     if action == "delete":
         cursor = await queue.connection.execute(_CANCEL, (queue.name, ids))
         ((number,),) = await cursor.fetchall()
         missing = len(ids or ()) - number
         done = f"Deleted: {count(number, 'message')}" + (f"; {missing:,} left the state meanwhile" if missing else "")
-        return done, form.get("state", ["ready"])[0]
+        return done, form.get("state", "ready")
     if action == "redrive":
         number = await queue.redrive(REDRIVE_LIMIT, ids)
     else:
@@ -119,19 +117,13 @@ def _check_action(action: str, known: Any) -> None:
         raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
 
 
-@pages.get("/queue/purge_queue", ADMIN)
-@pages.get("/queue/drop_queue", ADMIN)
-async def removal_form(call: Call) -> Response:
+@ROUTES.page("GET", "/queue/purge_queue", ADMIN)
+@ROUTES.page("GET", "/queue/drop_queue", ADMIN)
+async def removal_form(call: Call, typed: str = "", problem: ApiError | None = None) -> Response:
     """The page that asks before a queue is dropped, or before its messages except for its dead letters are removed."""
-    place = place_of(call)
+    place, action = place_of(call), call.scope["path"].rpartition("/")[2]
     async with open_queue(call.context, place) as queue:
-        return await _removal_page(call, queue, place, call.scope["path"].rpartition("/")[2])
-
-
-async def _removal_page(
-    call: Call, queue: AsyncQueue, place: Place, action: str, typed: str = "", problem: ApiError | None = None
-) -> Response:
-    settings, stats = await queue.get_queue(), await queue.stats()
+        settings, stats = await queue.get_queue(), await queue.stats()
     lost = [
         f"{'about ' if name in stats.estimates else ''}{number:,} {noun.format('' if number == 1 else 's')}"
         for name, noun in _REMOVALS[action].items()
@@ -144,33 +136,26 @@ async def _removal_page(
 
 async def _remove(call: Call, place: Place, action: str, typed: str) -> Response:
     """Purge or drop a queue whose name is typed; a dropped one is deleted from the managed queues, too."""
-    context, is_drop = call.context, action == "drop_queue"
-    # First: nothing is dropped while the control database is unreachable.
-    managed = await _managed(context, place) if is_drop else None
-    async with open_queue(context, place) as queue:
-        try:
-            if typed != queue.name:
-                shown = f"the typed name is {typed[:128]!r}" if typed else "no name is typed"
-                raise ApiError(422, "invalid", f"{shown}; type {queue.name} to confirm", "typed", typed, queue.name)
-            async with queue.connection.transaction():
-                removed = count(await (queue.drop_queue() if is_drop else queue.purge_queue()), "message")
-        except psycopg.errors.DependentObjectsStillExist as error:
-            text = f"{error.diag.message_primary}: {error.diag.message_detail}. Drop what depends on it first"
-            return await _removal_page(call, queue, place, action, typed, ApiError(409, "queue_in_use", text))
-        except (ApiError, psycopg.Error) as error:
-            return await _removal_page(call, queue, place, action, typed, explain(error))
-    if managed is not None:
+    context, is_drop, (service, database, name) = call.context, action == "drop_queue", place
+    managed = None
+    if is_drop:  # First: nothing is dropped while the control database is unreachable.
         async with context.databases.control() as connection:
-            await registry.delete(connection, context.settings.tasks.queue, place[0], place[2])
-    await context.sampler.sample(context.databases.service(place[0]), place[1])
+            managed = await registry.find(connection, service, name)
+    try:
+        if typed != name:
+            shown = f"the typed name is {typed[:128]!r}" if typed else "no name is typed"
+            raise ApiError(422, "invalid", f"{shown}; type {name} to confirm", "typed", typed, name)
+        async with open_queue(context, place) as queue, queue.connection.transaction():
+            removed = count(await (queue.drop_queue() if is_drop else queue.purge_queue()), "message")
+    except psycopg.errors.DependentObjectsStillExist as error:
+        text = f"{error.diag.message_primary}: {error.diag.message_detail}. Drop what depends on it first"
+        return await removal_form(call, typed, ApiError(409, "queue_in_use", text))
+    except (ApiError, psycopg.Error) as error:
+        return await removal_form(call, typed, explain(error))
+    if managed is not None and managed.database_name == database:
+        async with context.databases.control() as connection:
+            await registry.delete(connection, context.settings.tasks.queue, service, name)
+    await context.sampler.sample(*place[:2])
     if is_drop:
-        return back_to("", place, done=f"{place[2]} is dropped with {removed}")
+        return back_to("", place, done=f"{name} is dropped with {removed}")
     return back_to("queue", place, done=f"Purged: {removed}")
-
-
-async def _managed(context: Context, place: Place) -> QueueBody | None:
-    """The queue among the managed queues; None if it is not one of them."""
-    service, database, name = place
-    async with context.databases.control() as connection:
-        row = await registry.find(connection, service, name)
-    return row if row is not None and row.database_name == database else None

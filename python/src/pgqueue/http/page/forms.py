@@ -11,20 +11,17 @@ from starlette.responses import RedirectResponse, Response
 
 from ...client import AsyncQueue
 from ...message import QueueInfo
-from ..calls import Call
-from ..context import check_not_reserved, find_database, find_service
+from ..calls import Call, Routes, check_not_reserved, find_database, find_service
 from ..decoding import check_shape
 from ..enqueueing import PAYLOAD_LIMIT, naming
 from ..errors import ApiError
 from ..memory import run_beside
-from ..sampling import Place
 from ..security.rights import ADMIN, PRODUCER, READER, Need, current
 from .rendering import pretty_json, queue_url, render
-from .requests import Form, Pages, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
-from .search import STATES, Filter, Message, search
+from .requests import Form, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
+from .search import STATES, Filter, search
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 
 _ERRORS: Final = (ApiError, psycopg.Error)
 _UNITS: Final = {"s": 1, "days": 86_400}  # in seconds
@@ -47,7 +44,7 @@ class Field(NamedTuple):
         """The value in a form; None if the field is empty. Raises `ApiError`."""
         if self.kind == "bool":
             return self.name in form
-        text = form.get(self.name, [""])[0].strip()
+        text = form.get(self.name, "").strip()
         try:
             if self.kind in _UNITS and text:
                 return timedelta(seconds=float(text) * _UNITS[self.kind])
@@ -109,132 +106,110 @@ _GROUP_KEY: Final = Field("group_key", "Group", "str", "", "few messages of a gr
 _PRIORITY: Final = Field("priority", "Priority", "int", "", "0 to 9; 9 is claimed first")
 
 
-@pages.get("/create", Need(("admin",), "some"))
-async def create_form(call: Call) -> Response:
+@ROUTES.page("GET", "/create", Need(("admin",), "some"))
+async def create_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a new queue."""
-    return _create_page(call, {each.name: [each.default] for each in (*_FIELDS, *_ONLY_NEW) if each.default})
-
-
-def _create_page(call: Call, form: Form, problem: ApiError | None = None) -> Response:
-    databases = [
-        f"{each.id}/{database}"
-        for each in call.context.settings.services.values()
-        for database in each.databases
-        if current().may(("admin",), each.id, database)
-    ]
-    values = {"databases": databases, "basics": _BASICS, "fields": (*_MORE, *_ONLY_NEW), "form": form}
+    services, may = call.context.settings.services.values(), current().may
+    databases = [f"{each.id}/{name}" for each in services for name in each.databases if may(("admin",), each.id, name)]
+    given = form or {each.name: each.default for each in (*_FIELDS, *_ONLY_NEW) if each.default}
+    values = {"databases": databases, "basics": _BASICS, "fields": (*_MORE, *_ONLY_NEW), "form": given}
     return render("create.html", call.scope, problem=problem, **values)
 
 
-@pages.post("/create", ADMIN)
+@ROUTES.page("POST", "/create", ADMIN)
 async def create(call: Call) -> Response:
     """Create a queue, and redirect to its page."""
     context, form = call.context, await read_form(call)
-    service, _, database = form.get("database", [""])[0].partition("/")  # a service id has no slash
-    name = form.get("name", [""])[0].strip()
+    service, _, database = form.get("database", "").partition("/")  # a service id has no slash
+    name = form.get("name", "").strip()
     try:
-        chosen = find_service(context, service)
-        find_database(chosen, database)
+        find_database(find_service(context, service), database)
         current().check_new(service, database, name)
         check_not_reserved(context, name)
         values = {each.name: each.read(form) for each in (*_FIELDS, *_ONLY_NEW)}
-        async with context.databases.target(chosen, database, prepare=True) as connection:
+        async with context.databases.target(service, database, prepare=True) as connection:
             await AsyncQueue(connection, name).create_queue(**values)
     except _ERRORS as error:
-        return _create_page(call, form, explain(error))
-    await context.sampler.sample(chosen, database)
+        return await create_form(call, form, explain(error))
+    await context.sampler.sample(service, database)
     return RedirectResponse(queue_url("queue", (service, database, name), done=f"{name} is created"), 303)
 
 
-@pages.get("/queue/settings", ADMIN)
-async def settings_form(call: Call) -> Response:
+@ROUTES.page("GET", "/queue/settings", ADMIN)
+async def settings_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for the settings of a queue."""
     place = place_of(call)
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-    values = {each: getattr(settings, each.name) for each in _FIELDS}
-    form = {each.name: [each.text(value)] for each, value in values.items() if value not in (None, False)}
-    return _settings_page(call, place, settings, form)
-
-
-def _settings_page(
-    call: Call, place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None
-) -> Response:
-    values: dict[str, Any] = {"place": place, "settings": settings, "fields": _FIELDS, "form": form}
+    current_values = ((each, getattr(settings, each.name)) for each in _FIELDS)
+    given = form or {each.name: each.text(value) for each, value in current_values if value not in (None, False)}
+    values: dict[str, Any] = {"place": place, "settings": settings, "fields": _FIELDS, "form": given}
     return render("settings.html", call.scope, problem=problem, **values)
 
 
-@pages.post("/queue/settings", ADMIN)
+@ROUTES.page("POST", "/queue/settings", ADMIN)
 async def change_settings(call: Call) -> Response:
     """Change the settings that differ, and redirect to the page of the queue."""
     place, form = place_of(call), await read_form(call)
-    async with open_queue(call.context, place) as queue:
-        settings = await queue.get_queue()
-        try:
-            async with queue.connection.transaction():
-                await queue.alter_queue(**{each.name: each.change(form, settings) for each in _FIELDS})
-        except _ERRORS as error:
-            return _settings_page(call, place, settings, form, explain(error))
+    try:
+        async with open_queue(call.context, place) as queue, queue.connection.transaction():
+            settings = await queue.get_queue()
+            await queue.alter_queue(**{each.name: each.change(form, settings) for each in _FIELDS})
+    except _ERRORS as error:
+        return await settings_form(call, form, explain(error))
     return back_to("queue", place, done="The settings are changed")
 
 
-@pages.get("/queue/send", PRODUCER)
-async def send_form(call: Call) -> Response:
+@ROUTES.page("GET", "/queue/send", PRODUCER)
+async def send_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
-    place, form = place_of(call), Form()
-    state, copied = call.query.get("state", ""), call.query.get("id", "")
-    if copied:
+    place, given = place_of(call), form or Form()
+    state, copied = call.query_params.get("state", ""), call.query_params.get("id", "")
+    if copied and form is None:
         current().check(*place, READER.accesses)
         check_choice("state", state, STATES)
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-        found = await _find_copied(queue, state, message_ids([copied])[0]) if copied else None
-    if found is not None:
-        form["copy_of"] = [copied]
-        if state == "dead":
-            form["replaces"] = [copied]
-        for name in ("payload", "headers"):
-            if text := found[name]:
-                form[name] = [await run_beside(len(text), pretty_json, text, 8 * PAYLOAD_LIMIT)]
-    return _send_page(call, place, settings, form)
-
-
-async def _find_copied(queue: AsyncQueue, state: str, id: int) -> Message:
-    messages = (await search(queue.connection, queue.name, state, Filter(id=id), 1, PAYLOAD_LIMIT)).messages
-    if not messages:
-        raise ApiError(404, "message_not_found", f"message {id} is not there any more", "id", id)
-    found = messages[0]
-    if found["payload"] is None:
-        raise ApiError(422, "invalid", f"message {id} has a body of bytes, which cannot be edited here", "id", id)
-    if len(found["payload"]) < found["payload_size"]:
-        message = f"the payload of message {id} is too long to be edited here"
-        raise ApiError(422, "invalid", message, "id", id, f"at most {PAYLOAD_LIMIT} characters")
-    return found
-
-
-def _send_page(call: Call, place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
+        if copied and form is None:
+            given = await _copied(queue, state, copied)
     fields = [
         # The key of a dead letter can still be taken by the dead letter itself.
-        *([] if "replaces" in form else [_DEDUP_KEY]),
+        *([] if "replaces" in given else [_DEDUP_KEY]),
         *([] if settings.group_limit is None else [_GROUP_KEY]),
         *([_PRIORITY] if settings.priorities else []),
     ]
-    return render("send.html", call.scope, problem=problem, place=place, fields=fields, form=form)
+    return render("send.html", call.scope, problem=problem, place=place, fields=fields, form=given)
 
 
-@pages.post("/queue/send", PRODUCER)
+async def _copied(queue: AsyncQueue, state: str, copied: str) -> Form:
+    """The form with the content of a message."""
+    (number,) = message_ids(copied)
+    messages = (await search(queue.connection, queue.name, state, Filter(id=number), 1, PAYLOAD_LIMIT)).messages
+    if not messages:
+        raise ApiError(404, "message_not_found", f"message {number} is not there any more", "id", number)
+    found = messages[0]
+    if found["payload"] is None:
+        raise ApiError(
+            422, "invalid", f"message {number} has a body of bytes, which cannot be edited here", "id", number
+        )
+    if len(found["payload"]) < found["payload_size"]:
+        message = f"the payload of message {number} is too long to be edited here"
+        raise ApiError(422, "invalid", message, "id", number, f"at most {PAYLOAD_LIMIT} characters")
+    texts = {name: found[name] for name in ("payload", "headers") if found[name]}
+    indented = {name: await run_beside(len(text), pretty_json, text, 8 * PAYLOAD_LIMIT) for name, text in texts.items()}
+    return {"copy_of": copied} | ({"replaces": copied} if state == "dead" else {}) | indented
+
+
+@ROUTES.page("POST", "/queue/send", PRODUCER)
 async def send(call: Call) -> Response:
     """Send a message, and delete the dead letter that it replaces in the same transaction. Redirect to the queue."""
     context, place, form = call.context, place_of(call), await read_form(call)
-    replaced = message_ids(form["replaces"]) if form.get("replaces") else []
+    replaced = message_ids(form["replaces"]) if "replaces" in form else []
     if replaced:
         current().check(*place, ("admin",))
-    async with open_queue(context, place) as queue:
-        settings = await queue.get_queue()
     # PostgreSQL reads the text of the JSON, so that no number changes.
-    given = SimpleNamespace(**{name: form.get(name, [""])[0].strip() for name in ("payload", "headers")})
+    given = SimpleNamespace(**{name: form.get(name, "").strip() for name in ("payload", "headers")})
     headers: Any = Jsonb(given.headers, str) if given.headers else None
-    connect = partial(context.databases.target, context.databases.service(place[0]), place[1])
     try:
         if not given.payload:
             raise ApiError(422, "invalid", "the payload is empty; must be JSON", "payload")
@@ -243,25 +218,19 @@ async def send(call: Call) -> Response:
         delay = _DELAY.read(form)
         dedup_key = None if replaced else _DEDUP_KEY.read(form)
         async with (
-            naming(connect, [given]),
+            naming(partial(context.databases.target, *place[:2]), [given]),
             open_queue(context, place) as queue,
             queue.connection.transaction(),
         ):
             if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
                 message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
                 raise ApiError(409, "message_not_found", message)
-            sent = await queue.enqueue(
-                Jsonb(given.payload, str),
-                delay,
-                headers,
-                dedup_key=dedup_key,
-                group_key=_GROUP_KEY.read(form),
-                priority=_PRIORITY.read(form),
-            )
+            keys: dict[str, Any] = {each.name: each.read(form) for each in (_GROUP_KEY, _PRIORITY)}
+            sent = await queue.enqueue(Jsonb(given.payload, str), delay, headers, dedup_key=dedup_key, **keys)
     except _ERRORS as error:
-        return _send_page(call, place, settings, form, explain(error))
+        return await send_form(call, form, explain(error))
     context.metrics.messages(*place, "enqueued", 1)
-    await context.sampler.sample(context.databases.service(place[0]), place[1])
+    await context.sampler.sample(*place[:2])
     state = "scheduled" if delay else "ready"
     # enqueue returns the id of an earlier message if that one has the key.
     done = f"Message {sent} has the key {dedup_key}" if dedup_key else f"Sent as message {sent}"

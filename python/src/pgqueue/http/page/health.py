@@ -10,28 +10,24 @@ from starlette.responses import Response
 
 from ...client import AsyncQueues
 from ...message import Finding
-from ..calls import Call
-from ..context import Context
+from ..calls import Call, Context, Routes
 from ..errors import from_database_error
-from ..sampling import Place
+from ..metrics import Place
 from ..security.rights import ALL, Need, current, forbidden
-from ..settings import Service
 from .rendering import render
-from .requests import Pages
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 
 _SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
 _MAX_FINDINGS: Final = 50  # of a kind on the page
 
 
-@pages.get("/health", Need(("admin",), "some"))
+@ROUTES.page("GET", "/health", Need(("admin",), "some"))
 async def health(call: Call) -> Response:
     """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
     may, context = current().may, call.context
     places = [
-        (each, name)
+        (each.id, name)
         for each in context.settings.services.values()
         for name in each.databases
         if may(("admin",), each.id, name, ALL)
@@ -53,17 +49,15 @@ async def health(call: Call) -> Response:
     )
 
 
-async def _check(
-    context: Context, service: Service, database: str
-) -> tuple[list[tuple[Place, Finding]], tuple[str, str, str] | None]:
-    """The findings in one database, and why it could not be checked."""
+async def _check(context: Context, service: str, database: str) -> tuple[list[tuple[Place, Finding]], Place | None]:
+    """The findings in one database; or the service, the database, and why it could not be checked."""
     try:
         async with context.databases.target(service, database, is_slow=True) as connection:
             found = await AsyncQueues(connection).doctor()
-            return [((service.id, database, each.queue_name or ""), each) for each in found], None
+            return [((service, database, each.queue_name or ""), each) for each in found], None
     except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
         return [], None  # pgqueue is not installed there yet
     except psycopg.errors.InsufficientPrivilege:
-        return [], (service.id, database, "the role of the service may not call pgqueue.doctor()")
+        return [], (service, database, "the role of the service may not call pgqueue.doctor()")
     except (psycopg.Error, PoolTimeout, OSError) as error:
-        return [], (service.id, database, from_database_error(error).message)
+        return [], (service, database, from_database_error(error).message)

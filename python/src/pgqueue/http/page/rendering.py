@@ -16,7 +16,7 @@ from ..._wording import counted as count
 from ...message import QueueStats, attempts_of
 from ..errors import ApiError
 from ..managed.structs import QueueBody
-from ..sampling import Place, Sample, Sampler
+from ..metrics import Place, Sample, Sampler
 from ..security.rights import ALL, current
 
 _HEIGHT: Final = 28

@@ -1,6 +1,6 @@
 """What the routes of the page share: the queue of a request, the fields of a form, and the pages of errors."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -8,54 +8,21 @@ from urllib.parse import parse_qs
 import psycopg
 from msgspec import Struct
 from starlette.responses import RedirectResponse, Response
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from ...client import AsyncQueue
 from ...errors import InvalidArgument
-from ..calls import Call, Route, parameters
-from ..context import Context, find_database, find_service, is_queue_name
+from ..calls import Call, Context, find_database, find_service, is_queue_name
 from ..errors import ApiError, from_database_error, queue_not_found
 from ..memory import run_beside
-from ..sampling import Place
-from ..security.rights import Need, current
+from ..metrics import Place
+from ..security.rights import current
 from .rendering import queue_url, render
 from .search import MAX_ID
 
 _MAX_FORM_FIELDS: Final = 10_000
 _MOST_IDS: Final = 10_000  # of a request, as in the API
-Form = dict[str, list[str]]
-Function = Callable[[Call], Awaitable[Response]]
-
-
-class Pages:
-    """The routes of one module of the page, which are not part of the API. Their errors are pages if `is_page`."""
-
-    def __init__(self, is_page: bool = True) -> None:
-        self.routes: list[Route] = []
-        self._is_page = is_page
-
-    def get(self, path: str, need: Need) -> Callable[[Function], Function]:
-        """Make a function a route that shows something."""
-        return self._add("GET", path, need)
-
-    def post(self, path: str, need: Need) -> Callable[[Function], Function]:
-        """Make a function a route that changes something."""
-        return self._add("POST", path, need)
-
-    def _add(self, method: str, path: str, need: Need) -> Callable[[Function], Function]:
-        def register(function: Function) -> Function:
-            async def endpoint(call: Call, send: Send) -> None:
-                response = await function(call)
-                await response(call.scope, _nothing, send)
-
-            self.routes.append(Route(method, path, need, endpoint, is_page=self._is_page))
-            return function
-
-        return register
-
-
-async def _nothing() -> Any:
-    raise AssertionError("a page is not streamed")
+Form = dict[str, str]
 
 
 class _Place(Struct):
@@ -78,7 +45,7 @@ def back_to(path: str, place: Place, **more: object) -> RedirectResponse:
 
 def place_of(call: Call) -> Place:
     """The queue of a page. Raises `ApiError`: 404, 422, or 403 if the user lacks the access."""
-    given = parameters(call, _Place)
+    given = call.parameters(_Place)
     service, database, name = given.service, given.database, given.name
     found = find_service(call.context, service)
     find_database(found, database)
@@ -92,31 +59,33 @@ def place_of(call: Call) -> Place:
 async def open_queue(context: Context, place: Place, is_slow: bool = False) -> AsyncIterator[AsyncQueue]:
     """The queue on a connection to its database. A search is slow: it may take seconds."""
     service, database, name = place
-    async with context.databases.target(context.databases.service(service), database, is_slow=is_slow) as connection:
+    async with context.databases.target(service, database, is_slow=is_slow) as connection:
         yield AsyncQueue(connection, name)
 
 
 async def read_form(call: Call) -> Form:
-    """The fields of a form. Empty fields are left out."""
-    body = await call.body()
-    text = body.decode(errors="replace")
+    """The fields of a form, without empty ones. The values of a field that is there several times have commas between
+    them.
+    """
+    text = (await call.content()).decode(errors="replace")
     try:
-        return await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
+        found = await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:
         limit = f"at most {_MAX_FORM_FIELDS}"
         raise ApiError(422, "invalid", "the form has too many fields", "body", limit=limit) from None
+    return {name: ",".join(values) for name, values in found.items()}
 
 
-def message_ids(given: list[str]) -> list[int]:
-    """The ids of messages in a form or in a URL; each field has one, or several with commas between them."""
-    number = sum(field.count(",") + 1 for field in given)
+def message_ids(given: str) -> list[int]:
+    """The ids of messages in a form or in a URL, with commas between them. Raises `ApiError` 422."""
+    number = given.count(",") + 1
     if number > _MOST_IDS:
         limit = f"at most {_MOST_IDS} messages"
         raise ApiError(422, "invalid", f"id has {number} messages; must be {limit}", "id", number, limit)
-    ids = [each for field in given for each in field.split(",")]
-    if not ids or not all(each.isdecimal() and each.isascii() and 0 < int(each[:20]) <= MAX_ID for each in ids):
+    ids = given.split(",")
+    if not all(each.isdecimal() and each.isascii() and 0 < int(each[:20]) <= MAX_ID for each in ids):
         limit = "the id of a message, or all"
-        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", ", ".join(given), limit)
+        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", given, limit)
     return [int(each) for each in ids]
 
 

@@ -14,18 +14,17 @@ from psycopg_pool import PoolTimeout
 from starlette.responses import Response
 
 from ..._wording import counted as count
-from ..calls import Call, parameters
+from ..calls import Call, Routes
 from ..enqueueing import PAYLOAD_LIMIT
 from ..errors import ApiError
 from ..managed import registry
 from ..memory import run_beside
 from ..security.rights import LISTS, READER, current
 from .rendering import Row, build_rows, pretty_json, render
-from .requests import Pages, check_choice, message_ids, open_queue, place_of
+from .requests import check_choice, message_ids, open_queue, place_of
 from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
@@ -37,20 +36,20 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters 
 _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
 
 
-@pages.get("/", LISTS)
+@ROUTES.page("GET", "/", LISTS)
 async def queues(call: Call) -> Response:
     """The page of all queues, or of those whose service, database and name contain `find`."""
     return await _table(call, "queues.html")
 
 
-@pages.get("/page/queues", LISTS)
+@ROUTES.page("GET", "/page/queues", LISTS)
 async def table(call: Call) -> Response:
     """The table of these queues, with which the script replaces the table on the page."""
     return await _table(call, "table.html")
 
 
 async def _table(call: Call, template: str) -> Response:
-    context, find, sort = call.context, call.query.get("find", ""), call.query.get("sort", "")
+    context, find, sort = call.context, call.query_params.get("find", ""), call.query_params.get("sort", "")
     check_choice("sort", sort, _SORTS)
     try:
         async with context.databases.control() as connection:
@@ -73,7 +72,7 @@ async def _table(call: Call, template: str) -> Response:
         "has_queues": bool(seen),
         "control_fails": registered is None,
         "failing": sorted(each for each in context.sampler.failing if sees(*each)),
-        "done": call.query.get("done", "")[:200],
+        "done": call.query_params.get("done", "")[:200],
     }
     return await run_beside(len(shown) * _ROW_CHARACTERS, render, template, call.scope, **values)
 
@@ -86,10 +85,10 @@ class _Shown(Struct):
     done: str = ""
 
 
-@pages.get("/queue", READER)
+@ROUTES.page("GET", "/queue", READER)
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
-    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), parameters(call, _Shown)
+    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), call.parameters(_Shown)
     check_choice("state", shown.state or "ready", STATES)
     samples = context.sampler.samples(place)
     found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
@@ -132,12 +131,12 @@ class _Message(Struct):
     id: str
 
 
-@pages.get("/queue/message", READER)
+@ROUTES.page("GET", "/queue/message", READER)
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
-    place, given = place_of(call), parameters(call, _Message)
+    place, given = place_of(call), call.parameters(_Message)
     check_choice("state", given.state, STATES)
-    wanted = message_ids([given.id])[0]
+    wanted = message_ids(given.id)[0]
     async with open_queue(call.context, place) as opened:
         found = await search(opened.connection, opened.name, given.state, Filter(id=wanted), 1, PAYLOAD_LIMIT)
     if not found.messages:

@@ -1,19 +1,19 @@
 """The page with the schedules of a queue and the topics to which it is subscribed."""
 
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
+from msgspec.json import decode
 from starlette.responses import Response
 
-from ...client import AsyncQueue, AsyncQueues
-from ..calls import Call
-from ..errors import ApiError
-from ..security.rights import ADMIN, SENDER, SUBSCRIBER, Need, current
+from ..calls import Call, Routes
+from ..decoding import convert
+from ..direct.verbs import VERBS, Target, Verb
+from ..security.rights import Need, current
 from .rendering import pretty_json, render
-from .requests import Pages, back_to, open_queue, place_of, read_form
+from .requests import back_to, open_queue, place_of, read_form
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 _SEES: Final = Need(("consumer", "admin", "reader"))  # as in the API
 _MAX_SHOWN: Final = 200  # schedules on the page
 _MAX_TEXT: Final = 1000  # characters of a payload
@@ -21,10 +21,26 @@ _SCHEDULES: Final = f"""
 select s.name, s.cron, s.time_zone, s.paused, s.next_at, s.last_at, left(s.payload::text, {_MAX_TEXT})
 from pgqueue.list_schedules(queue_name => %s) s order by s.name limit {_MAX_SHOWN + 1}
 """  # noqa: S608 - what is put into it are numbers
-_IS_OF_QUEUE: Final = "select from pgqueue.list_schedules(queue_name => %s) s where s.name = %s"
+# The actions on the schedule, or on the topic, that a form names: the verb, more of its arguments, and what is done, of
+# the queue, the name and the result of the verb.
+_ACTIONS: Final[dict[str, tuple[str, dict[str, Any], Callable[[str, str, Any], str]]]] = {
+    "run_schedule": ("run_schedule", {}, lambda _, __, sent: f"Sent as message {sent[0]}"),
+    "pause_schedule": ("alter_schedule", {"paused": True}, lambda _, name, __: f"{name} is paused"),
+    "resume_schedule": ("alter_schedule", {"paused": False}, lambda _, name, __: f"{name} is resumed"),
+    "subscribe": (
+        "subscribe",
+        {},
+        lambda queue, topic, is_new: f"{queue} {'is' if is_new else 'was already'} subscribed to {topic}",
+    ),
+    "unsubscribe": (
+        "unsubscribe",
+        {},
+        lambda queue, topic, was: f"{queue} {'is no longer' if was else 'was not'} subscribed to {topic}",
+    ),
+}
 
 
-@pages.get("/queue/schedules", _SEES)
+@ROUTES.page("GET", "/queue/schedules", _SEES)
 async def schedules(call: Call) -> Response:
     """The page of the schedules and subscriptions of a queue."""
     place = place_of(call)
@@ -38,59 +54,23 @@ async def schedules(call: Call) -> Response:
         schedules=[(*row[:-1], pretty_json(row[-1] or "", _MAX_TEXT)) for row in rows],
         most=_MAX_SHOWN,
         subscriptions=subscriptions,
-        done=call.query.get("done", "")[:200],
+        done=call.query_params.get("done", "")[:200],
     )
 
 
-def _action(path: str, need: Need, field: str) -> Callable[[Callable[[AsyncQueue, str], Awaitable[str]]], None]:
-    """Make a function the route of an action on the schedule, or on the topic, that a field of the form names.
+def _add(action: str, verb: Verb, more: dict[str, Any], done: Callable[[str, str, Any], str]) -> None:
+    field = verb.body.__struct_fields__[0]
 
-    It is called with the queue and the name, and returns what is done.
-    """
+    async def act(call: Call) -> Response:
+        place, form = place_of(call), await read_form(call)
+        name = form.get("schedule" if field == "name" else field, "").strip()
+        answer = await verb.run(Target(call, *place), convert(verb.body, {field: name} | more))
+        (result,) = decode(answer.json).values()
+        to = "queue/schedules" if current().may(_SEES.accesses, *place) else ""
+        return back_to(to, place, done=done(place[2], name, result))
 
-    def register(function: Callable[[AsyncQueue, str], Awaitable[str]]) -> None:
-        async def act(call: Call) -> Response:
-            place, name = place_of(call), (await read_form(call)).get(field, [""])[0].strip()
-            async with open_queue(call.context, place) as queue:
-                if field == "schedule":  # one of another queue, which the user may not see, is not found
-                    found = await queue.connection.execute(_IS_OF_QUEUE, [queue.name, name])
-                    if await found.fetchone() is None:
-                        text = f"the queue has no schedule {name[:128]!r}"
-                        raise ApiError(404, "schedule_not_found", text, "schedule", name)
-                done = await function(queue, name)
-            if function is _run:
-                call.context.metrics.messages(*place, "enqueued", 1)
-            return back_to("queue/schedules" if current().may(_SEES.accesses, *place) else "", place, done=done)
-
-        pages.post(path, need)(act)
-
-    return register
+    ROUTES.page("POST", f"/queue/{action}", verb.need)(act)
 
 
-async def _run(queue: AsyncQueue, name: str) -> str:
-    return f"Sent as message {await AsyncQueues(queue.connection).run_schedule(name)}"
-
-
-_action("/queue/run_schedule", SENDER, "schedule")(_run)
-
-
-@_action("/queue/pause_schedule", ADMIN, "schedule")
-async def _pause(queue: AsyncQueue, name: str) -> str:
-    await AsyncQueues(queue.connection).alter_schedule(name, paused=True)
-    return f"{name} is paused"
-
-
-@_action("/queue/resume_schedule", ADMIN, "schedule")
-async def _resume(queue: AsyncQueue, name: str) -> str:
-    await AsyncQueues(queue.connection).alter_schedule(name, paused=False)
-    return f"{name} is resumed"
-
-
-@_action("/queue/subscribe", SUBSCRIBER, "topic")
-async def _subscribe(queue: AsyncQueue, topic: str) -> str:
-    return f"{queue.name} {'is' if await queue.subscribe(topic) else 'was already'} subscribed to {topic}"
-
-
-@_action("/queue/unsubscribe", SUBSCRIBER, "topic")
-async def _unsubscribe(queue: AsyncQueue, topic: str) -> str:
-    return f"{queue.name} {'is no longer' if await queue.unsubscribe(topic) else 'was not'} subscribed to {topic}"
+for _action, (_verb, _more, _done) in _ACTIONS.items():
+    _add(_action, VERBS[_verb], _more, _done)

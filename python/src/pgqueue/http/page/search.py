@@ -5,7 +5,7 @@ the messages in the order of their ids, and a later search can continue it.
 """
 # ruff: noqa: S608 - what is put into statements are columns, conditions and statements of this package
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple
 
 import psycopg
@@ -69,6 +69,13 @@ _BOUND: Final = (
 ).encode()
 _TOO_LONG: Final = "The search took too long and was ended. An id costs less than a JSON path."
 
+_PATH_ERRORS: Final = (
+    psycopg.DataError,
+    psycopg.errors.SyntaxError,
+    psycopg.errors.ProgramLimitExceeded,
+    psycopg.errors.StatementTooComplex,
+)
+
 Message = dict[str, Any]  # the columns of `_COLUMNS` and `_OWN_COLUMNS`
 
 
@@ -86,18 +93,18 @@ class Filter(Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, call: Call) -> "Filter":
         """The filter in the URL of a page. Raises `ApiError`."""
-        given = {name: value.strip() if name in ("id", "path") else value for name, value in call.query.items()}
+        given = {name: value.strip() if name in ("id", "path") else value for name, value in call.query_params.items()}
         return convert(cls, {name: value for name, value in given.items() if value})
 
-    def conditions(self) -> Iterator[tuple[str, list[Any]]]:
-        """The conditions in SQL, with their values."""
+    def conditions(self) -> dict[str, Any]:
+        """The conditions in SQL, and the value of each."""
         first = "jsonb_path_query_first(m.payload, %s::jsonpath, '{}', true)"
-        if self.id is not None:
-            yield "m.id = %s", [self.id]
-        if self.path:
-            yield f"coalesce({first} not in ('false'::jsonb, 'null'::jsonb), false)", [self.path]
-        if self.group:
-            yield f"{_GROUP} = %s", [self.group]
+        found = {
+            "m.id = %s": self.id,
+            f"coalesce({first} not in ('false'::jsonb, 'null'::jsonb), false)": self.path,
+            f"{_GROUP} = %s": self.group,
+        }
+        return {condition: value for condition, value in found.items() if value not in ("", None)}
 
     def parameters(self) -> dict[str, object]:
         """What the URL of a page says about the filter."""
@@ -126,7 +133,7 @@ async def search(
     Raises `ApiError`, and the errors of `browse`.
     """
     is_archive = state == "archived"
-    conditions = list(filter.conditions())
+    conditions = filter.conditions()
     limit = LOOK_LIMIT if conditions else page_size + 1
     if filter.id is not None:
         after, limit = filter.id + (1 if is_archive else -1), 1
@@ -178,29 +185,21 @@ async def _select(
     """
     verb = _VERBS.get(state)
     looking = verb(queue_name, limit, after) if verb else _calls.browse(queue_name, state, limit, after)
-    conditions = list(filter.conditions())
+    conditions = filter.conditions()
     text = (
         f"with looked as materialized ({looking.text.decode()}), found as"
-        f" (select m.* from looked m where {' and '.join(['true', *(text for text, _ in conditions)])}) {select}"
+        f" (select m.* from looked m where {' and '.join(['true', *conditions])}) {select}"
     )
-    wanted = [*looking.values, *(value for _, given in conditions for value in given), *(values or [])]
+    wanted = [*looking.values, *conditions.values(), *(values or [])]
     try:
         async with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
             await cursor.execute(_BOUND)
-            if filter.path:
-                await _check_path(connection, filter.path)
             return await (await cursor.execute(text.encode(), wanted)).fetchall()
     except psycopg.errors.QueryCanceled:
         raise ApiError(503, "timeout", _TOO_LONG) from None
-
-
-async def _check_path(connection: AsyncConnection[Any], path: str) -> None:
-    try:
-        await connection.execute("select %s::jsonpath", [path])
-    except psycopg.errors.QueryCanceled:
-        raise
-    except psycopg.Error as error:
-        if (error.sqlstate or "")[:2] not in ("22", "42", "54"):
+    except _PATH_ERRORS as error:
+        if not filter.path:
             raise
         reason = ". ".join(each for each in (error.diag.message_primary, error.diag.message_detail) if each)
-        raise ApiError(422, "invalid", f"The payload filter is not a JSON path: {reason}.", "path", path) from None
+        message = f"The payload filter is not a JSON path: {reason}."
+        raise ApiError(422, "invalid", message, "path", filter.path) from None

@@ -4,28 +4,27 @@ from typing import Final
 
 from starlette.responses import RedirectResponse, Response
 
-from ..calls import Call
+from ..calls import Call, Routes
 from ..errors import ApiError
 from ..security.admission import address_of, safe_target
 from ..security.rights import NOTHING, current
 from .rendering import render
-from .requests import Pages, read_form
+from .requests import read_form
 
-pages = Pages()
-ROUTES: Final = pages.routes
+ROUTES: Final = Routes()
 
 
-@pages.get("/login", NOTHING)
+@ROUTES.page("GET", "/login", NOTHING)
 async def login_form(call: Call) -> Response:
     """The form for name and password. `to` is the page that the user wanted."""
-    return render("login.html", call.scope, to=safe_target(call.query.get("to", "")), user="")
+    return render("login.html", call.scope, to=safe_target(call.query_params.get("to", "")), user="")
 
 
-@pages.post("/login", NOTHING)
+@ROUTES.page("POST", "/login", NOTHING)
 async def log_in(call: Call) -> Response:
     """Begin a session, and redirect to the page that the user wanted."""
     form, context = await read_form(call), call.context
-    name, password, to = (form.get(each, [""])[0] for each in ("user", "password", "to"))
+    name, password, to = (form.get(each, "") for each in ("user", "password", "to"))
     to = safe_target(to)
     try:
         if not await context.admission.passwords.verify(name, password, address_of(call.scope)):
@@ -36,7 +35,7 @@ async def log_in(call: Call) -> Response:
     return RedirectResponse(f"./{to}", 303, {"Set-Cookie": cookie})
 
 
-@pages.post("/logout", NOTHING)
+@ROUTES.page("POST", "/logout", NOTHING)
 async def log_out(call: Call) -> Response:
     """End the session, and redirect to the log-in form."""
     await read_form(call)

@@ -13,7 +13,7 @@ from psycopg_pool import PoolTimeout
 from starlette.types import Scope
 
 from .admission import address_of
-from .rights import Caller, current
+from .rights import current
 
 logger = logging.getLogger("pgqueue.audit")
 
@@ -39,10 +39,18 @@ class Audit:
 
     def note(self, scope: Scope, status: int) -> None:
         """Record the request that this task has served, if it is such a request."""
-        caller = current()
+        caller, path = current(), scope["path"]
         if not caller.administers or scope["method"] == "GET":
             return
-        record = _record(scope, caller, status)
+        verb = path.rpartition("/")[2] if path.startswith(("/v1/queues/", "/queue/")) else path
+        record: dict[str, object] = {
+            "user": caller.name,
+            "token": caller.token,
+            "address": _text(address_of(scope)),
+            "act": _text(f"{scope['method']} {verb}"),
+            "place": _text("/".join(caller.place)),
+            "status": status,
+        }
         logger.info("audit", extra=record)
         if self._waiting == _MOST_WAITING:
             logger.warning("an act is not in the control database: %s others wait to be stored", _MOST_WAITING)
@@ -58,18 +66,6 @@ class Audit:
             logger.warning("an act is not in the control database: %s", type(error).__name__)
         finally:
             self._waiting -= 1
-
-
-def _record(scope: Scope, caller: Caller, status: int) -> dict[str, object]:
-    verb = scope["path"].rpartition("/")[2] if scope["path"].startswith(("/v1/queues/", "/queue/")) else scope["path"]
-    return {
-        "user": caller.name,
-        "token": caller.token,
-        "address": _text(address_of(scope)),
-        "act": _text(f"{scope['method']} {verb}"),
-        "place": _text("/".join(caller.place)),
-        "status": status,
-    }
 
 
 def _text(given: str) -> str:
