@@ -7780,7 +7780,6 @@ declare
     dead refcursor;
     slice_ids bigint[];
     slice_at timestamptz;
-    slice_count int;
     first_due_at timestamptz;
     redriven int := 0;
 begin
@@ -7808,19 +7807,16 @@ begin
             order by d.id limit max_messages for update of d skip locked;
     end if;
     loop
-        slice_ids := (pgqueue._fetch_slice(dead)).ids;
+        -- Before PostgreSQL 17, an id that the caller has given twice is found twice.
+        slice_ids := pgqueue._array_except((pgqueue._fetch_slice(dead)).ids, '{}');
         exit when slice_ids = '{}';
         if target.name is not null then
             redriven := redriven + pgqueue._send_dead_letters(q.name, slice_ids, target);
-            continue when pgqueue._has_time();
-            exit;
-        end if;
-        slice_at := pgqueue._now();
-        perform pgqueue._redrive_slice(q, slice_ids, slice_at);
-        slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
-        redriven := redriven + slice_count;
-        if first_due_at is null then
-            first_due_at := slice_at - (slice_count - 1) * interval '1 microsecond';
+        else
+            slice_at := pgqueue._now();
+            perform pgqueue._redrive_slice(q, slice_ids, slice_at);
+            first_due_at := coalesce(first_due_at, slice_at - (cardinality(slice_ids) - 1) * interval '1 microsecond');
+            redriven := redriven + cardinality(slice_ids);
         end if;
         exit when not pgqueue._has_time();
     end loop;
@@ -9940,8 +9936,9 @@ as $$
 begin
     -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
     -- wait for the lock: other sessions would queue behind a waiting request.
-    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
-    execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
+    execute format(
+        'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
+        pgqueue._day_partition_name(day));
 end;
 $$;
 
@@ -10419,21 +10416,16 @@ as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
 create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-declare
-    at constant timestamptz := pgqueue._now();
-begin
-    return query
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'),
+            n.at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
-    from pgqueue.streams t
-    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
-end;
+    from (select pgqueue._now() as at offset 0) n
+    join pgqueue.streams t on t.queue_name = q.name and t.claimed_until <= n.at - interval '1 min'
 $$;
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
@@ -13049,7 +13041,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     relation constant regclass := pgqueue._transport_of(q);
-    index regclass;
 begin
     if relation is null then
         return false;
@@ -13062,12 +13053,9 @@ begin
     execute format('drop table %s cascade', pgqueue._transport_table(q));
     execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
     perform pgqueue._sync_archive_trigger(q);
-    for index in
-        select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
-        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
-    loop
-        execute format('drop index %s', index);
-    end loop;
+    execute format(
+        'drop index if exists pgqueue.messages_%1$s_transport_seq, pgqueue.messages_%1$s_transport_id,'
+        ' pgqueue.messages_%1$s_expires', q.queue_id);
     execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;

@@ -187,8 +187,9 @@ as $$
 begin
     -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
     -- wait for the lock: other sessions would queue behind a waiting request.
-    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
-    execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
+    execute format(
+        'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
+        pgqueue._day_partition_name(day));
 end;
 $$;
 

@@ -134,7 +134,6 @@ declare
     dead refcursor;
     slice_ids bigint[];
     slice_at timestamptz;
-    slice_count int;
     first_due_at timestamptz;
     redriven int := 0;
 begin
@@ -162,19 +161,16 @@ begin
             order by d.id limit max_messages for update of d skip locked;
     end if;
     loop
-        slice_ids := (pgqueue._fetch_slice(dead)).ids;
+        -- Before PostgreSQL 17, an id that the caller has given twice is found twice.
+        slice_ids := pgqueue._array_except((pgqueue._fetch_slice(dead)).ids, '{}');
         exit when slice_ids = '{}';
         if target.name is not null then
             redriven := redriven + pgqueue._send_dead_letters(q.name, slice_ids, target);
-            continue when pgqueue._has_time();
-            exit;
-        end if;
-        slice_at := pgqueue._now();
-        perform pgqueue._redrive_slice(q, slice_ids, slice_at);
-        slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
-        redriven := redriven + slice_count;
-        if first_due_at is null then
-            first_due_at := slice_at - (slice_count - 1) * interval '1 microsecond';
+        else
+            slice_at := pgqueue._now();
+            perform pgqueue._redrive_slice(q, slice_ids, slice_at);
+            first_due_at := coalesce(first_due_at, slice_at - (cardinality(slice_ids) - 1) * interval '1 microsecond');
+            redriven := redriven + cardinality(slice_ids);
         end if;
         exit when not pgqueue._has_time();
     end loop;

@@ -223,19 +223,14 @@ as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
 create or replace function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-declare
-    at constant timestamptz := pgqueue._now();
-begin
-    return query
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'),
+            n.at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
-    from pgqueue.streams t
-    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
-end;
+    from (select pgqueue._now() as at offset 0) n
+    join pgqueue.streams t on t.queue_name = q.name and t.claimed_until <= n.at - interval '1 min'
 $$;

@@ -349,7 +349,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     relation constant regclass := pgqueue._transport_of(q);
-    index regclass;
 begin
     if relation is null then
         return false;
@@ -362,12 +361,9 @@ begin
     execute format('drop table %s cascade', pgqueue._transport_table(q));
     execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
     perform pgqueue._sync_archive_trigger(q);
-    for index in
-        select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
-        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
-    loop
-        execute format('drop index %s', index);
-    end loop;
+    execute format(
+        'drop index if exists pgqueue.messages_%1$s_transport_seq, pgqueue.messages_%1$s_transport_id,'
+        ' pgqueue.messages_%1$s_expires', q.queue_id);
     execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
