@@ -1,6 +1,5 @@
 """The transport of kombu: bindings, prefetch, acknowledgements, delays, options, lost connections."""
 
-import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -298,14 +297,6 @@ def test_roles_that_may_not_create_queues_use_those_that_exist(
 def test_options_without_effect_are_refused_by_name(database: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         broker_of(database, **options).connect()
-
-
-def test_the_options_in_effect_are_logged_once(database: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    for _ in range(2):
-        with broker_of(database, visibility_timeout=77, max_retries=1) as broker:
-            broker.connect()
-    assert caplog.text.count("visibility_timeout=77") == 1
 
 
 def test_queue_arguments_and_settings_without_effect_are_refused_by_name(database: str, name: str) -> None:

@@ -57,21 +57,18 @@ def run(transactional: bool = True, **settings: Any) -> pgqueue.ConsumerStats:
 def signals() -> Iterator[list[tuple[str, str]]]:
     """The signals that are sent, with the status."""
     seen: list[tuple[str, str]] = []
-    sent: dict[str, Any] = {
-        "enqueued": tasks.task_enqueued,
-        "started": tasks.task_started,
-        "finished": tasks.task_finished,
-    }
-    receivers = {
-        name: (lambda task_result, name=name, **_: seen.append((name, str(task_result.status)))) for name in sent
-    }
-    for name, signal in sent.items():
-        signal.connect(receivers[name], weak=False)
+    names = {tasks.task_enqueued: "enqueued", tasks.task_started: "started", tasks.task_finished: "finished"}
+
+    def note(signal: Any, task_result: Any, **_: Any) -> None:
+        seen.append((names[signal], str(task_result.status)))
+
+    for signal in names:
+        signal.connect(note)
     try:
         yield seen
     finally:
-        for name, signal in sent.items():
-            signal.disconnect(receivers[name])
+        for signal in names:
+            signal.disconnect(note)
 
 
 def articles() -> list[str]:
