@@ -16,7 +16,7 @@ from psycopg.types.json import Jsonb
 
 from ..._wording import counted
 from ...consumer.policy import FAILURES, RECORD_HEADERS
-from ...message import DeadMessage
+from ...message import DeadMessage, QueueStats
 from .client import DjangoQueue, queue, queues
 from .models import DeadLetter
 
@@ -124,23 +124,21 @@ class DeadLetterAdmin(admin.ModelAdmin):
         aliases = _aliases()
         using = request.GET.get("database") or aliases[0]
         _check_alias(using)
-        try:
-            stats = [one for one in queues(using).stats() if one.dead_messages]
-        except DatabaseError as error:
-            messages.error(request, str(error))
-            stats = []
-        name = request.GET.get("queue") or (stats[0].queue_name if stats else "")
-        place = _Place(using, name)
+        name = request.GET.get("queue", "")
         if request.method == "POST" and name:
-            return self._act(request, place)
+            return self._act(request, _Place(using, name))
         text, after = request.GET.get("q", "").strip(), request.GET.get("after", "")
+        stats: list[QueueStats] = []
         found: list[DeadMessage] = []
         next_after: int | None = None
-        if name:
-            try:
-                found, next_after = place.search(text.lower(), int(after) if after.isdecimal() else 0)
-            except DatabaseError as error:
-                messages.error(request, str(error))
+        try:
+            stats = [one for one in queues(using).stats() if one.dead_messages]
+            name = name or (stats[0].queue_name if stats else "")
+            if name:
+                found, next_after = _Place(using, name).search(text.lower(), int(after) if after.isdecimal() else 0)
+        except DatabaseError as error:
+            messages.error(request, str(error))
+        place = _Place(using, name)
         context = {
             "title": f"Dead letters of queue {name}" if name else "Dead letters",
             "aliases": aliases,
