@@ -76,6 +76,18 @@ def test_messages_reach_the_queues_that_other_processes_have_bound(
     assert sorted(found) == expected
 
 
+def test_a_queue_that_was_dropped_is_bound_when_it_is_declared_again(
+    database: str, name: str, connection: psycopg.Connection[Any]
+) -> None:
+    queue = Queue(name, Exchange(name, "direct"), routing_key="key")
+    with broker_of(database) as broker:
+        queue(broker.default_channel).declare()
+        pgqueue.Queue(connection, name).drop_queue()
+        queue(broker.default_channel).declare()
+        send(broker, "hello", exchange=queue.exchange, routing_key="key")
+        assert queue(broker.default_channel).get(no_ack=True)
+
+
 def test_a_message_that_no_queue_gets_is_dropped_unless_it_is_a_task(database: str, name: str) -> None:
     with broker_of(database) as broker:
         send(broker, "a reply to a client that is gone", routing_key=name)
