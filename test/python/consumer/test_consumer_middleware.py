@@ -4,13 +4,14 @@ import asyncio
 import contextvars
 import logging
 import typing
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from clients import connect, wait_for
-from consumers import CROSSED, MIXED, PLAIN, SECOND, TRANSACTIONAL, Case, Form, Step, each_of, extend_often
+from consumers import CROSSED, MIXED, PLAIN, SECOND, TRANSACTIONAL, Case, Form, Step, driven, each_of, extend_often
 
 import pgqueue
 from pgqueue._tasks import in_thread
@@ -100,31 +101,30 @@ def test_a_handler_that_shares_the_transaction_of_the_acknowledgement_cannot_set
     assert "no effect" in errors[0]
 
 
+def middleware(form: Form, work: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Any:
+    """Middleware of a kind of consumer, by a coroutine function."""
+
+    def surround(argument: Any, call_next: Any) -> None:
+        async def call() -> Any:
+            return call_next()
+
+        driven(work(argument, call))
+
+    return work if form.is_async else surround
+
+
 def around(form: Form, name: str, seen: list[Any]) -> Any:
     """Middleware that notes its begin and end, and what it got."""
 
-    def note(word: str, delivery: Any) -> None:
-        seen.append((word, name, delivery.message.payload, delivery.connection is None))
-
-    if form.is_async:
-
-        async def surround_async(delivery: pgqueue.Delivery, call_next: Any) -> None:
-            note("begin", delivery)
-            try:
-                assert await call_next() is None
-            finally:
-                note("end", delivery)
-
-        return surround_async
-
-    def surround(delivery: pgqueue.Delivery, call_next: Any) -> None:
-        note("begin", delivery)
+    async def surround(delivery: pgqueue.Delivery, call_next: Any) -> None:
+        got = name, delivery.message.payload, delivery.connection is None
+        seen.append(("begin", *got))
         try:
-            assert call_next() is None
+            assert await call_next() is None
         finally:
-            note("end", delivery)
+            seen.append(("end", *got))
 
-    return surround
+    return middleware(form, surround)
 
 
 @each_of(MIXED)
@@ -138,8 +138,8 @@ def test_middleware_surrounds_each_attempt_where_the_handler_runs(case: Case) ->
             raise ValueError("once")
         return "what a handler returns is not looked at"
 
-    middleware = [around(case.form, name, seen) for name in ("outer", "inner")]
-    with case.consuming(work, middleware=middleware) as run:
+    nested = [around(case.form, name, seen) for name in ("outer", "inner")]
+    with case.consuming(work, middleware=nested) as run:
         wait_for(lambda: run.consumer.stats.succeeded)
     outside = case.form.mode == "lease"
     begins = [("begin", name, "a", outside) for name in ("outer", "inner")]
@@ -153,25 +153,17 @@ def test_what_middleware_raises_fails_the_attempt_and_its_context_is_that_of_the
     current: contextvars.ContextVar[int] = contextvars.ContextVar("current")
     seen: list[int] = []
 
-    def enter(delivery: pgqueue.Delivery) -> bool:
-        """Whether to go on to the handler."""
+    async def surround(delivery: pgqueue.Delivery, call_next: Any) -> None:
         current.set(delivery.attempt)
         if delivery.attempt == 1:
             raise ValueError("before the handler")
-        return bool(delivery.message.payload == 1)
-
-    def surround(delivery: pgqueue.Delivery, call_next: Any) -> None:
-        if enter(delivery):
-            call_next()
-
-    async def surround_async(delivery: pgqueue.Delivery, call_next: Any) -> None:
-        if enter(delivery):
+        if delivery.message.payload == 1:
             await call_next()
 
     async def work(_: Step) -> None:
         seen.append(current.get())
 
-    with case.consuming(work, middleware=[surround_async if case.form.is_async else surround]) as run:
+    with case.consuming(work, middleware=[middleware(case.form, surround)]) as run:
         wait_for(lambda: run.consumer.stats.succeeded == 2)
         assert run.consumer.stats.failed == 2
     assert seen == [2]
@@ -183,15 +175,11 @@ def test_middleware_gets_a_batch_as_the_handler_does(case: Case) -> None:
     case.prepare().enqueue_batch([1, 2])
     sizes: list[int] = []
 
-    def surround(work: list[pgqueue.Delivery], call_next: Any) -> Any:
+    async def surround(work: list[pgqueue.Delivery], call_next: Any) -> None:
         sizes.append(len(work))
-        return call_next()
+        await call_next()
 
-    async def surround_async(work: list[pgqueue.Delivery], call_next: Any) -> None:
-        await surround(work, call_next)
-
-    middleware = surround_async if case.form.is_async else surround
-    with case.consuming(middleware=[middleware], batch_size=5) as run:
+    with case.consuming(middleware=[middleware(case.form, surround)], batch_size=5) as run:
         wait_for(lambda: run.consumer.stats.succeeded == 2)
     assert sizes == [2]
 
