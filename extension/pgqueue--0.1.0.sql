@@ -1953,8 +1953,6 @@ as $$
         else 'shared'
     end
 $$;
-comment on function pgqueue._shared_table(pgqueue.queues) is
-'The partition for queues with these settings that are not dedicated.';
 
 create function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
@@ -1962,8 +1960,6 @@ language sql stable
 as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
-comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition of the messages of a queue.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
 returns void
@@ -2007,8 +2003,6 @@ begin
     execute format('drop table pgqueue.messages_%s cascade', queue_id);
 end;
 $$;
-comment on function pgqueue._drop_partition_left(bigint) is
-'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
 
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -2061,8 +2055,6 @@ begin
     where s.is_changed;
 end;
 $$;
-comment on function pgqueue._check_dedicated(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a dedicated queue would need another index, or other registers.';
 
 create function pgqueue._with_new_registers(q pgqueue.queues)
 returns pgqueue.queues
@@ -2080,8 +2072,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._with_new_registers(pgqueue.queues) is
-'Creates the five registers of a queue, with the value 1, and returns its row with them.';
 
 create function pgqueue._change_kind(q pgqueue.queues)
 returns pgqueue.queues
@@ -2160,8 +2150,6 @@ as $$
     where p.proname >= event::name and p.proname < (event || '~')::name and p.pronamespace = 'pgqueue'::regnamespace
     order by p.proname
 $$;
-comment on function pgqueue._handlers(text) is
-'The functions whose names begin with the name of the event, in the order of their names.';
 
 create function pgqueue._call_queue_handlers(
     event text, q pgqueue.queues, before pgqueue.queues default null
@@ -2233,8 +2221,6 @@ as $$
     select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
         not between 1 and 60000000
 $$;
-comment on function pgqueue._is_maintenance_due(timestamptz) is
-'Whether the register next_maintenance_at says that maintenance is due. Inlined.';
 
 create function pgqueue._do_maintenance_if_due(at timestamptz)
 returns void
@@ -2247,8 +2233,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._do_maintenance_if_due(timestamptz) is
-'Calls _do_maintenance if it is due.';
 
 create function pgqueue._is_at_commit()
 returns boolean
@@ -2302,8 +2286,6 @@ exception when query_canceled or others then
     return null;
 end;
 $$;
-comment on function pgqueue._do_at_commit() is
-'Deferred trigger of compactions: calls the function that a module has requested, when the transaction commits.';
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
@@ -2411,8 +2393,6 @@ create function pgqueue._archive_marker(queue_name text)
 returns text
 language sql immutable parallel safe
 as $$ select pgqueue._sequence_name('archives', queue_name) $$;
-comment on function pgqueue._archive_marker(text) is
-'The name of the sequence that exists while a queue archives.';
 
 create function pgqueue._lock_queue_without_archive(queue_name text)
 returns boolean
@@ -2427,8 +2407,6 @@ create function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._utc_day(timestamptz) is
-'The day in UTC of a moment, independent of the TimeZone of the session.';
 
 create function pgqueue._finish_time()
 returns timestamptz
@@ -2442,8 +2420,6 @@ create function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_partition_name(date) is
-'The name of the partition for a day of the archive, whether or not the partition exists.';
 
 create function pgqueue._has_day_partition(day date)
 returns boolean
@@ -2481,9 +2457,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_claimed(text, bigint[], uuid) is
-'Deletes messages of one claim and returns those whose claim was still valid. If claim_token is null, the caller has
-locked the messages of valid claims. Looks into messages_shared first, as ack does.';
 
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -2547,8 +2520,7 @@ as $$
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
 comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
-'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
-long. Reads no stored value. Inlined.';
+'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile
@@ -2585,8 +2557,6 @@ as $$
         s.transport_headers, null::uuid, null::bigint, null::bigint
     )::pgqueue.messages
 $$;
-comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
 create function pgqueue._as_scheduled(m pgqueue.messages, due_at timestamptz, attempt_count int)
 returns pgqueue.scheduled_messages
@@ -2597,8 +2567,6 @@ as $$
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     )::pgqueue.scheduled_messages
 $$;
-comment on function pgqueue._as_scheduled(pgqueue.messages, timestamptz, int) is
-'A message as a row of scheduled_messages that is due at due_at. Inlined.';
 
 create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
@@ -2618,8 +2586,6 @@ create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_dead_letter(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns void
@@ -3796,8 +3762,6 @@ begin
     return new_id;
 end;
 $$;
-comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
-'Sends a message with a dedup_key. enqueue_batch does what the fast paths for a new and for a taken key do not handle.';
 
 create function pgqueue.enqueue(
     queue_name pgqueue.queue_of_producer,
@@ -3940,11 +3904,6 @@ begin
     return holders;
 end;
 $$;
-comment on function pgqueue._take_or_replace(
-    pgqueue.queues, text[], text, bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
-) is
-'Takes the keys of a batch, and replaces the messages that have them if on_duplicate is replace. Returns for each
-element the id of the message that has its key. Raises 22023.';
 
 create function pgqueue._schedule_batch(
     q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,
@@ -5243,7 +5202,7 @@ returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._group_position(m.headers, m.id) $$;
 comment on function pgqueue._group_position(pgqueue.messages) is
-'The expression of the index on the positions. Inlined.';
+'The expression of the index on the positions.';
 
 create function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -5254,8 +5213,7 @@ as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
 comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
-'Whether a message from first_id on belongs to the queue of this kind and name, and to the group at this position.
-Inlined to a search of the index on the positions.';
+'Inlined to a search of the index on the positions.';
 
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -5315,8 +5273,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._group_places_left(pgqueue.queues, timestamptz, bigint, bigint) is
-'How many more messages of the group at this position may be in flight.';
 
 create function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns boolean
@@ -5332,9 +5288,6 @@ begin
         );
 end;
 $$;
-comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
-'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
-message that is visible.';
 
 create function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -5375,8 +5328,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_up_to_group_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'The part of _claim_candidates_grouped for a group_limit above one.';
 
 create function pgqueue._has_group_dead_letter(queue_name text, place bigint)
 returns boolean
@@ -5388,8 +5339,6 @@ as $$
             and pgqueue._group_position(d.headers, d.id) = place
     )
 $$;
-comment on function pgqueue._has_group_dead_letter(text, bigint) is
-'Whether the group at this position has a dead letter.';
 
 create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
 returns bigint[]
@@ -5434,8 +5383,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
-'The ids of up to wanted messages that have no group, locked, by id. With also_below, or if there are too few
-from fresh_from_id on, looks below it, too.';
+'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
 returns void
@@ -5602,8 +5550,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_first_of_groups(pgqueue.queues, timestamptz, bigint[], int) is
-'The part of _claim_candidates_grouped for a group_limit of one: those of the ids, up to wanted, that are still the
-first message of their group, locked. The caller holds the locks of their groups.';
+'Locks those of the ids, up to wanted, that are still the first message of their group, whose locks the caller holds.';
 
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -5718,14 +5665,12 @@ returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
 comment on function pgqueue._level_position(pgqueue.messages) is
-'The expression of the index on the positions. Inlined.';
+'The expression of the index on the positions.';
 
 create function pgqueue._level_start(level_position bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (level_position >> 59) << 59 $$;
-comment on function pgqueue._level_start(bigint) is
-'The lowest position of the priority to which a position belongs. Inlined.';
 
 create function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
 returns boolean
@@ -5736,8 +5681,7 @@ as $$
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 comment on function pgqueue._is_in_level(pgqueue.messages, bigint, text, bigint) is
-'Whether a message belongs to the queue of this kind and name, has the priority of from_position, and stands there or
-after it. Inlined to a search of the index on the positions.';
+'Inlined to a search of the index on the positions.';
 
 create function pgqueue._on_queue_created_priorities(q pgqueue.queues)
 returns void
@@ -5753,8 +5697,6 @@ begin
     perform setval(q.fresh_from_id, 4611686018427387904);
 end;
 $$;
-comment on function pgqueue._on_queue_created_priorities(pgqueue.queues) is
-'Creates the registers of a queue with priorities.';
 
 create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
 returns void
@@ -5769,8 +5711,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_dropping_priorities(pgqueue.queues) is
-'Drops the registers of a queue with priorities.';
 
 create function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -5784,8 +5724,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_priorities(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the registers of a queue that gets or loses priorities.';
 
 create function pgqueue._level_registers(q pgqueue.queues)
 returns regclass[]
@@ -5794,8 +5732,6 @@ as $$
     select array(
         select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
 $$;
-comment on function pgqueue._level_registers(pgqueue.queues) is
-'The registers of a queue with priorities, that of priority 9 first: the positions that no claim has passed.';
 
 create function pgqueue._level_floors(registers regclass[])
 returns bigint[]
@@ -5813,6 +5749,41 @@ as $$
 $$;
 comment on function pgqueue._level_floors(regclass[]) is
 'For each priority, 9 first, the position from which claims read.';
+
+create function pgqueue._lock_levels(
+    q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
+    out ids bigint[], out positions bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
+    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
+    -- from locking more than is wanted.
+    select coalesce(array_agg(w.id), '{}'), array_agg(w.position) into ids, positions
+    from (
+        select r.id, r.position
+        from unnest(from_positions, below_positions) as l (from_position, below_position)
+        cross join lateral (
+            select m.id, pgqueue._level_position(m) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m) >= l.from_position and pgqueue._level_position(m) < l.below_position
+                and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+            limit wanted for update skip locked
+        ) r
+        limit wanted
+    ) w;
+    if pgqueue._is_walk_over(at) then
+        ids := pgqueue._keep_ready(q, ids, at);
+    end if;
+end;
+$$;
+comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
+'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
+that is over returns the positions of visible messages that are not ready, too.';
 
 create function pgqueue._walk_levels(q pgqueue.queues, at timestamptz, taken bigint[], wanted int)
 returns bigint[]
@@ -5842,56 +5813,16 @@ begin
             floors := oldest || array_remove(floors, oldest);
         end if;
     end if;
-    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
-    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
-    -- from locking more than is wanted.
-    select array_agg(w.id), array_agg(w.position) into found_ids, positions
-    from (
-        select r.id, r.position
-        from unnest(floors) as f (floor)
-        cross join lateral (
-            select m.id, pgqueue._level_position(m) as position
-            from pgqueue.messages m
-            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
-                and m.id <> all (taken)
-                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-            limit wanted for update skip locked
-        ) r
-        limit wanted
-    ) w;
+    select l.ids, l.positions into found_ids, positions
+    from pgqueue._lock_levels(
+        q, floors, array(select pgqueue._level_start(f) + 576460752303423488 from unnest(floors) as f), taken, at, wanted) l;
     perform setval(registers[(max(p) >> 59) + 1], max(p) + 1) from unnest(positions) as p group by p >> 59;
-    if pgqueue._is_walk_over(at) then
-        found_ids := pgqueue._keep_ready(q, found_ids, at);
-    end if;
-    return coalesce(found_ids, '{}');
+    return found_ids;
 end;
 $$;
 comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], int) is
-'The ids of up to wanted ready messages that no claim has passed, locked, without those in taken: those with the highest
-priority, or, in one call of ten, first those with the priority whose next message has the lowest place.';
-
-create function pgqueue._move_levels_past_unready(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    registers constant regclass[] := pgqueue._level_registers(q);
-begin
-    perform setval(registers[(w.last >> 59) + 1], w.last + 1)
-    from unnest(pgqueue._level_floors(registers)) as f (floor)
-    cross join lateral (
-        select max(pgqueue._level_position(m)) as last
-        from pgqueue.messages m
-        where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
-    ) w
-    where w.last is not null;
-    return found;
-end;
-$$;
-comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
-'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
-finds the others, such as expired ones. Returns whether there were any.';
+'Locks up to wanted ready messages that no claim has passed: those with the highest priority, or, in one call of ten,
+first those with the priority whose next message has the lowest place.';
 
 create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
 returns void
@@ -5914,12 +5845,11 @@ begin
             where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         )))
     from unnest(pgqueue._level_floors(registers)) as f (floor)
-    cross join lateral (
-        select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
+    where not (
+        select pgqueue._is_ready(m, (select pgqueue._now())) from pgqueue.messages m
         where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         limit 1
-    ) w
-    where not w.is_ready;
+    );
 end;
 $$;
 comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
@@ -5927,87 +5857,21 @@ comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) i
 ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
 finds these.';
 
-create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    registers constant regclass[] := pgqueue._level_registers(q);
-begin
-    perform setval(
-        registers[(min(w.position) >> 59) + 1],
-        greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
-    from (
-        select pgqueue._level_position(m) as position
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-    ) w
-    group by w.position >> 59;
-end;
-$$;
-comment on function pgqueue._set_levels_back(pgqueue.queues, bigint[]) is
-'Sets the registers back to messages that a claim has found and does not take.';
-
-create function pgqueue._lock_ready_in_order(
-    q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    candidate_ids bigint[] := '{}'::bigint[];
-    missing int := wanted;
-begin
-    while cardinality(ids) > 0 and missing > 0 loop
-        candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
-        ids := ids[missing + 1:];
-        missing := wanted - cardinality(candidate_ids);
-    end loop;
-    return candidate_ids;
-end;
-$$;
-comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
-
 create function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-declare
-    ready_ids bigint[];
-    spent_ids bigint[];
-    candidate_ids bigint[];
-begin
-    select array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where not w.is_ready) into ready_ids, spent_ids
-    from (
-        select c.id, c.is_ready
-        from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
-        cross join lateral (
-            select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name)
-                and pgqueue._level_position(m)
-                >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
-                and pgqueue._level_position(m) < f.floor
-                and m.visible_at <= at
-            limit 1000
-        ) c
-        limit 1000
-    ) w;
-    candidate_ids := pgqueue._lock_ready_in_order(q, ready_ids, taken, at, wanted);
-    if spent_ids is not null then
-        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
-    end if;
-    return candidate_ids;
-end;
+    select l.ids
+    from pgqueue._level_floors(pgqueue._level_registers(q)) as floors
+    cross join lateral pgqueue._lock_levels(
+        q, array(select greatest(pgqueue._level_start(f), f - recent_count) from unnest(floors) as f), floors, taken, at,
+        wanted) l
 $$;
 comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
-'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
-have passed, where transactions roll back or commit late. Returns up to wanted ids of ready messages, locked.';
+'Locks up to wanted ready messages at the last recent_count places of each priority that claims have passed, where
+transactions roll back or commit late.';
 
 create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -6023,9 +5887,7 @@ declare
     next_position bigint := 1;
     below_position bigint;
     span bigint;
-    found_count int;
-    ready_ids bigint[];
-    page_spent_ids bigint[];
+    page record;
     spent_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -6036,36 +5898,30 @@ begin
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
     perform pgqueue._move_levels_to_ready(q, at);
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
-        q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
     <<walk>>
     for id_range in
         -- From where the last sweep stopped to the end, and then from the start. No place is below first_id.
-        select int8range(greatest(lower(s.r), lower(h.part)), least(upper(s.r), upper(h.part)))
-        from (
-            values (1, int8range(started_from, 9223372036854775807)), (2, int8range(0, started_from))
-        ) as h (half, part)
+        select r
+        from (values (1, int8range(started_from, null)), (2, int8range(0, started_from))) as h (half, part)
         cross join lateral (
-            select int8range(pgqueue._level_start(f.floor) + state.first_id, f.floor) as r
-            from unnest(floors) as f (floor)
-            where pgqueue._level_start(f.floor) + state.first_id < f.floor
+            select int8range(pgqueue._level_start(f) + state.first_id, f) * h.part as r from unnest(floors) as f
+            where pgqueue._level_start(f) + state.first_id < f
         ) s
-        where s.r && h.part
-        order by h.half, lower(s.r)
+        where not isempty(r)
+        order by h.half, r
     loop
         next_position := lower(id_range);
         span := 1000;
         while next_position < upper(id_range) loop
             exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
             below_position := next_position + least(span, upper(id_range) - next_position);
-            -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
-            -- messages is divided instead.
+            -- Without `order by`, as in _lock_levels.
             select
-                count(*), array_agg(w.id order by w.position) filter (where w.is_ready),
-                array_agg(w.id) filter (where w.is_spent)
-            into found_count, ready_ids, page_spent_ids
+                array_agg(w.position) as positions, array_agg(w.id) filter (where w.is_ready) as ready_ids,
+                array_agg(w.id) filter (where w.is_spent) as spent_ids
+            into page
             from (
                 select
                     m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
@@ -6074,22 +5930,25 @@ begin
                 where pgqueue._is_in_queue(m, q.kind, q.name)
                     and pgqueue._level_position(m) >= next_position
                     and pgqueue._level_position(m) < below_position
-                limit 1001
+                limit 1000
             ) w;
-            if found_count > 1000 and span > 1 then
-                span := span / 2;
-                continue;
+            spent_ids := spent_ids || page.spent_ids;
+            if page.ready_ids is not null then
+                candidate_ids := candidate_ids || pgqueue._lock_ready(
+                    q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                -- There may be more messages here.
+                exit walk when cardinality(candidate_ids) >= wanted;
             end if;
-            span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
-            spent_ids := spent_ids || page_spent_ids;
-            candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
-                q, ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            -- If there may be more messages here, the next sweep begins here.
-            next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
+            next_position := coalesce(page.positions[1000] + 1, below_position);
+            span := case when page.positions[1000] is null then pgqueue._next_span(span) else span end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
+    if cardinality(candidate_ids) < wanted and next_position > 1 then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
+    end if;
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
     return candidate_ids;
 end;
@@ -6131,7 +5990,7 @@ begin
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
-    elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
+    elsif cardinality(candidate_ids) < wanted and not is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;
     return candidate_ids;
@@ -6147,8 +6006,6 @@ create function pgqueue._rate_register(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
-comment on function pgqueue._rate_register(pgqueue.queues) is
-'The register of a queue with rate_limit: the time up to which its tokens are used, in microseconds since 1970.';
 
 create function pgqueue._sync_limits(q pgqueue.queues)
 returns void
@@ -6165,8 +6022,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._sync_limits(pgqueue.queues) is
-'Creates the register of a queue with rate_limit if it is missing.';
 
 create function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
@@ -6177,8 +6032,6 @@ begin
     perform pgqueue._sync_limits(q);
 end;
 $$;
-comment on function pgqueue._on_queue_created_limits(pgqueue.queues) is
-'Creates what the limits of a new queue need.';
 
 create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -6195,8 +6048,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_limits(pgqueue.queues, pgqueue.queues) is
-'Creates what new limits of a queue need, and notifies waiting consumers.';
 
 create function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
 returns void
@@ -6208,15 +6059,11 @@ begin
     execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
-comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
-'Drops the register of a queue that has or had a rate_limit.';
 
 create function pgqueue._rate_period_micros(q pgqueue.queues)
 returns bigint
 language sql immutable parallel safe
 as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
-comment on function pgqueue._rate_period_micros(pgqueue.queues) is
-'The rate_period of a queue in microseconds.';
 
 create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
 returns bigint
@@ -6235,15 +6082,11 @@ create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, u
 returns bigint
 language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-comment on function pgqueue._available_tokens(pgqueue.queues, bigint, bigint) is
-'How many tokens there are if those up to a time are used.';
 
 create function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
-comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
-'The time until there are this number of further tokens, rounded up.';
 
 create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
 returns bigint[]
@@ -6287,8 +6130,6 @@ begin
     return ids;
 end;
 $$;
-comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
-'The messages whose claims end after a time, for a queue with max_in_flight.';
 
 create function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
@@ -6336,8 +6177,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._in_flight_full_until(pgqueue.queues, timestamptz) is
-'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
 
 create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -6351,8 +6190,6 @@ begin
         pgqueue._in_flight_full_until(q, at));
 end;
 $$;
-comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
-'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
 
 create function pgqueue._lock_max_in_flight(q pgqueue.queues)
 returns boolean
@@ -6529,7 +6366,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
-    fresh_from_id constant bigint := pgqueue._register_value(q.fresh_from_id);
     candidate_ids bigint[];
     tokens_taken int;
 begin
@@ -6558,15 +6394,8 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
-        if q.priorities then
-            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
-            return candidate_ids[:tokens_taken];
-        end if;
-        -- Sweeps find those below the register again. It must not go back beyond dead rows for them.
-        perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(candidate_ids[tokens_taken + 1:]) as p
-        where p >= fresh_from_id
-        having count(*) > 0;
+        -- The next claim sweeps, and finds them.
+        perform setval(q.next_sweep_at, 1);
     end if;
     return candidate_ids[:tokens_taken];
 end;
@@ -10437,8 +10266,6 @@ as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
-comment on function pgqueue._format_ids(bigint[]) is
-'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
 
 create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
 returns void
@@ -10454,8 +10281,6 @@ begin
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
 end;
 $$;
-comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
-'Raises PQ008 stream_data_lost.';
 
 create function pgqueue._raise_stream_poisoned(s pgqueue.streams)
 returns void
@@ -10472,8 +10297,6 @@ begin
             s.queue_name, s.stream_name, s.acked_seq + 1);
 end;
 $$;
-comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
-'Raises PQ009 stream_poisoned.';
 
 create function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
 returns void
@@ -10493,8 +10316,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_batch(pgqueue.streams, bigint, bigint, uuid) is
-'Raises PQ007 unless the number and the token are those of the open batch, PQ006 for another epoch, and 22023.';
 
 create function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -10505,8 +10326,6 @@ as $$
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
     )::pgqueue.stream_batch
 $$;
-comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
-'Returns the open batch of a stream in the form that the public functions return.';
 
 create function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[]
@@ -10570,8 +10389,6 @@ as $$
         'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
         'begun_epoch', null))
 $$;
-comment on function pgqueue._after_batch(pgqueue.streams) is
-'Returns the stream without an open batch, and with this batch as the last acknowledged one.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -10586,8 +10403,6 @@ begin
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
 end;
 $$;
-comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
@@ -11513,8 +11328,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
 create function pgqueue._subscribers(topics text[])
 returns text[]
@@ -11740,8 +11553,6 @@ create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
-'Deletes the subscriptions of the queue.';
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 

@@ -8,8 +8,6 @@ as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
-comment on function pgqueue._format_ids(bigint[]) is
-'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
 
 create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
 returns void
@@ -25,8 +23,6 @@ begin
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
 end;
 $$;
-comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
-'Raises PQ008 stream_data_lost.';
 
 create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
 returns void
@@ -43,8 +39,6 @@ begin
             s.queue_name, s.stream_name, s.acked_seq + 1);
 end;
 $$;
-comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
-'Raises PQ009 stream_poisoned.';
 
 create or replace function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
 returns void
@@ -64,8 +58,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_batch(pgqueue.streams, bigint, bigint, uuid) is
-'Raises PQ007 unless the number and the token are those of the open batch, PQ006 for another epoch, and 22023.';
 
 create or replace function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -76,8 +68,6 @@ as $$
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
     )::pgqueue.stream_batch
 $$;
-comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
-'Returns the open batch of a stream in the form that the public functions return.';
 
 create or replace function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[]
@@ -141,8 +131,6 @@ as $$
         'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
         'begun_epoch', null))
 $$;
-comment on function pgqueue._after_batch(pgqueue.streams) is
-'Returns the stream without an open batch, and with this batch as the last acknowledged one.';
 
 create or replace function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -157,8 +145,6 @@ begin
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
 end;
 $$;
-comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create or replace function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint

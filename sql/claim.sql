@@ -122,7 +122,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
-    fresh_from_id constant bigint := pgqueue._register_value(q.fresh_from_id);
     candidate_ids bigint[];
     tokens_taken int;
 begin
@@ -151,15 +150,8 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
-        if q.priorities then
-            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
-            return candidate_ids[:tokens_taken];
-        end if;
-        -- Sweeps find those below the register again. It must not go back beyond dead rows for them.
-        perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(candidate_ids[tokens_taken + 1:]) as p
-        where p >= fresh_from_id
-        having count(*) > 0;
+        -- The next claim sweeps, and finds them.
+        perform setval(q.next_sweep_at, 1);
     end if;
     return candidate_ids[:tokens_taken];
 end;

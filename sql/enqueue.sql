@@ -183,8 +183,6 @@ begin
     return new_id;
 end;
 $$;
-comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
-'Sends a message with a dedup_key. enqueue_batch does what the fast paths for a new and for a taken key do not handle.';
 
 create or replace function pgqueue.enqueue(
     queue_name pgqueue.queue_of_producer,
@@ -327,11 +325,6 @@ begin
     return holders;
 end;
 $$;
-comment on function pgqueue._take_or_replace(
-    pgqueue.queues, text[], text, bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
-) is
-'Takes the keys of a batch, and replaces the messages that have them if on_duplicate is replace. Returns for each
-element the id of the message that has its key. Raises 22023.';
 
 create or replace function pgqueue._schedule_batch(
     q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,

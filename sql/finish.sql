@@ -6,8 +6,6 @@ create or replace function pgqueue._archive_marker(queue_name text)
 returns text
 language sql immutable parallel safe
 as $$ select pgqueue._sequence_name('archives', queue_name) $$;
-comment on function pgqueue._archive_marker(text) is
-'The name of the sequence that exists while a queue archives.';
 
 create or replace function pgqueue._lock_queue_without_archive(queue_name text)
 returns boolean
@@ -22,8 +20,6 @@ create or replace function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._utc_day(timestamptz) is
-'The day in UTC of a moment, independent of the TimeZone of the session.';
 
 create or replace function pgqueue._finish_time()
 returns timestamptz
@@ -37,8 +33,6 @@ create or replace function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_partition_name(date) is
-'The name of the partition for a day of the archive, whether or not the partition exists.';
 
 create or replace function pgqueue._has_day_partition(day date)
 returns boolean
@@ -76,9 +70,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_claimed(text, bigint[], uuid) is
-'Deletes messages of one claim and returns those whose claim was still valid. If claim_token is null, the caller has
-locked the messages of valid claims. Looks into messages_shared first, as ack does.';
 
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -142,8 +133,7 @@ as $$
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
 comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
-'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
-long. Reads no stored value. Inlined.';
+'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile
@@ -180,8 +170,6 @@ as $$
         s.transport_headers, null::uuid, null::bigint, null::bigint
     )::pgqueue.messages
 $$;
-comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
 create or replace function pgqueue._as_scheduled(m pgqueue.messages, due_at timestamptz, attempt_count int)
 returns pgqueue.scheduled_messages
@@ -192,8 +180,6 @@ as $$
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     )::pgqueue.scheduled_messages
 $$;
-comment on function pgqueue._as_scheduled(pgqueue.messages, timestamptz, int) is
-'A message as a row of scheduled_messages that is due at due_at. Inlined.';
 
 create or replace function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
@@ -213,8 +199,6 @@ create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueu
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_dead_letter(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns void

@@ -19,7 +19,7 @@ returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._group_position(m.headers, m.id) $$;
 comment on function pgqueue._group_position(pgqueue.messages) is
-'The expression of the index on the positions. Inlined.';
+'The expression of the index on the positions.';
 
 create or replace function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -30,8 +30,7 @@ as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
 comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
-'Whether a message from first_id on belongs to the queue of this kind and name, and to the group at this position.
-Inlined to a search of the index on the positions.';
+'Inlined to a search of the index on the positions.';
 
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -91,8 +90,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._group_places_left(pgqueue.queues, timestamptz, bigint, bigint) is
-'How many more messages of the group at this position may be in flight.';
 
 create or replace function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns boolean
@@ -108,9 +105,6 @@ begin
         );
 end;
 $$;
-comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
-'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
-message that is visible.';
 
 create or replace function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -151,8 +145,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_up_to_group_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'The part of _claim_candidates_grouped for a group_limit above one.';
 
 create or replace function pgqueue._has_group_dead_letter(queue_name text, place bigint)
 returns boolean
@@ -164,8 +156,6 @@ as $$
             and pgqueue._group_position(d.headers, d.id) = place
     )
 $$;
-comment on function pgqueue._has_group_dead_letter(text, bigint) is
-'Whether the group at this position has a dead letter.';
 
 create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
 returns bigint[]
@@ -210,8 +200,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
-'The ids of up to wanted messages that have no group, locked, by id. With also_below, or if there are too few
-from fresh_from_id on, looks below it, too.';
+'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
 returns void
@@ -378,8 +367,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_first_of_groups(pgqueue.queues, timestamptz, bigint[], int) is
-'The part of _claim_candidates_grouped for a group_limit of one: those of the ids, up to wanted, that are still the
-first message of their group, locked. The caller holds the locks of their groups.';
+'Locks those of the ids, up to wanted, that are still the first message of their group, whose locks the caller holds.';
 
 create or replace function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]

@@ -13,8 +13,6 @@ as $$
     where p.proname >= event::name and p.proname < (event || '~')::name and p.pronamespace = 'pgqueue'::regnamespace
     order by p.proname
 $$;
-comment on function pgqueue._handlers(text) is
-'The functions whose names begin with the name of the event, in the order of their names.';
 
 create or replace function pgqueue._call_queue_handlers(
     event text, q pgqueue.queues, before pgqueue.queues default null
@@ -86,8 +84,6 @@ as $$
     select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
         not between 1 and 60000000
 $$;
-comment on function pgqueue._is_maintenance_due(timestamptz) is
-'Whether the register next_maintenance_at says that maintenance is due. Inlined.';
 
 create or replace function pgqueue._do_maintenance_if_due(at timestamptz)
 returns void
@@ -100,8 +96,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._do_maintenance_if_due(timestamptz) is
-'Calls _do_maintenance if it is due.';
 
 create or replace function pgqueue._is_at_commit()
 returns boolean
@@ -155,8 +149,6 @@ exception when query_canceled or others then
     return null;
 end;
 $$;
-comment on function pgqueue._do_at_commit() is
-'Deferred trigger of compactions: calls the function that a module has requested, when the transaction commits.';
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred

@@ -13,8 +13,6 @@ as $$
         else 'shared'
     end
 $$;
-comment on function pgqueue._shared_table(pgqueue.queues) is
-'The partition for queues with these settings that are not dedicated.';
 
 create or replace function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
@@ -22,8 +20,6 @@ language sql stable
 as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
-comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition of the messages of a queue.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
 returns void
@@ -67,8 +63,6 @@ begin
     execute format('drop table pgqueue.messages_%s cascade', queue_id);
 end;
 $$;
-comment on function pgqueue._drop_partition_left(bigint) is
-'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
 
 create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -121,8 +115,6 @@ begin
     where s.is_changed;
 end;
 $$;
-comment on function pgqueue._check_dedicated(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a dedicated queue would need another index, or other registers.';
 
 create or replace function pgqueue._with_new_registers(q pgqueue.queues)
 returns pgqueue.queues
@@ -140,8 +132,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._with_new_registers(pgqueue.queues) is
-'Creates the five registers of a queue, with the value 1, and returns its row with them.';
 
 create or replace function pgqueue._change_kind(q pgqueue.queues)
 returns pgqueue.queues

@@ -6,8 +6,6 @@ create or replace function pgqueue._rate_register(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
-comment on function pgqueue._rate_register(pgqueue.queues) is
-'The register of a queue with rate_limit: the time up to which its tokens are used, in microseconds since 1970.';
 
 create or replace function pgqueue._sync_limits(q pgqueue.queues)
 returns void
@@ -24,8 +22,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._sync_limits(pgqueue.queues) is
-'Creates the register of a queue with rate_limit if it is missing.';
 
 create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
@@ -36,8 +32,6 @@ begin
     perform pgqueue._sync_limits(q);
 end;
 $$;
-comment on function pgqueue._on_queue_created_limits(pgqueue.queues) is
-'Creates what the limits of a new queue need.';
 
 create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -54,8 +48,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_altered_limits(pgqueue.queues, pgqueue.queues) is
-'Creates what new limits of a queue need, and notifies waiting consumers.';
 
 create or replace function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
 returns void
@@ -67,15 +59,11 @@ begin
     execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
-comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
-'Drops the register of a queue that has or had a rate_limit.';
 
 create or replace function pgqueue._rate_period_micros(q pgqueue.queues)
 returns bigint
 language sql immutable parallel safe
 as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
-comment on function pgqueue._rate_period_micros(pgqueue.queues) is
-'The rate_period of a queue in microseconds.';
 
 create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
 returns bigint
@@ -94,15 +82,11 @@ create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micro
 returns bigint
 language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-comment on function pgqueue._available_tokens(pgqueue.queues, bigint, bigint) is
-'How many tokens there are if those up to a time are used.';
 
 create or replace function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
-comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
-'The time until there are this number of further tokens, rounded up.';
 
 create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
 returns bigint[]
@@ -146,8 +130,6 @@ begin
     return ids;
 end;
 $$;
-comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
-'The messages whose claims end after a time, for a queue with max_in_flight.';
 
 create or replace function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
@@ -195,8 +177,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._in_flight_full_until(pgqueue.queues, timestamptz) is
-'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
 
 create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -210,8 +190,6 @@ begin
         pgqueue._in_flight_full_until(q, at));
 end;
 $$;
-comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
-'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
 
 create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues)
 returns boolean

@@ -18,8 +18,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
 create or replace function pgqueue._subscribers(topics text[])
 returns text[]
@@ -245,5 +243,3 @@ create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
-comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
-'Deletes the subscriptions of the queue.';
