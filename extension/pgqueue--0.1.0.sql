@@ -5257,30 +5257,20 @@ whose claims have ended. Such a message takes a place while another transaction 
 the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
 limit.';
 
-create function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return q.group_limit - (
-        select count(*)
-        from (
-            select from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0 and m.visible_at > at
-            limit q.group_limit
-        ) w
-    );
-end;
-$$;
-
 create function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._group_places_left(q, at, place, first_id) > 0
+    return q.group_limit > (
+            select count(*)
+            from (
+                select from pgqueue.messages m
+                where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0 and m.visible_at > at
+                limit q.group_limit
+            ) w
+        )
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
@@ -5289,45 +5279,47 @@ begin
 end;
 $$;
 
-create function pgqueue._claim_up_to_group_limit(
+create function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
 )
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    candidate_ids bigint[] := '{}'::bigint[];
-    place bigint;
-    claimed_ids bigint[];
-    places int;
 begin
-    foreach place in array positions loop
-        claimed_ids := array(
-            select m.id from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0
-                and (m.visible_at > at or not pgqueue._is_unclaimed(m))
-        );
-        places := least(q.group_limit, wanted - cardinality(candidate_ids));
-        if claimed_ids <> '{}' then
-            places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
-        end if;
-        -- The claim removes the spent ones among the first messages, and then looks again.
-        candidate_ids := candidate_ids || array(
+    -- What was committed after the walk can be in flight, or can be the first message.
+    return array(
+        select m.id
+        from unnest(positions) as p (place)
+        cross join lateral (
+            select array(
+                select c.id from pgqueue.messages c
+                where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.attempt_count > 0
+                    and (c.visible_at > at or not pgqueue._is_unclaimed(c))
+            ) as ids
+            offset 0
+        ) claimed
+        cross join lateral (
+            -- The claim removes the spent ones among the first messages, and then looks again.
             select w.id
             from (
-                select m.id, pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
-                where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
-                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-                limit places for update skip locked
+                select c.id, pgqueue._is_ready(c, at) as is_ready from pgqueue.messages c
+                where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.visible_at <= at
+                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, p.place))
+                limit case claimed.ids
+                    when '{}' then q.group_limit
+                    else pgqueue._places_left(q, q.group_limit, claimed.ids, at, q.group_limit)
+                end
+                for update skip locked
             ) w
             where w.is_ready
-        );
-        exit when cardinality(candidate_ids) >= wanted;
-    end loop;
-    return candidate_ids;
+        ) m
+        limit wanted
+    );
 end;
 $$;
+comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+'Locks up to wanted ready messages of the groups at these positions, whose locks the caller holds.';
 
 create function pgqueue._has_group_dead_letter(queue_name text, place bigint)
 returns boolean
@@ -5483,7 +5475,7 @@ begin
     )
     select
         -- What has no attempts left holds its group like the dead letter that it will be.
-        array_agg(case q.group_limit when 1 then w.id else w.position end)
+        array_agg(w.position)
         filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
         array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
         max(w.found),
@@ -5506,51 +5498,8 @@ end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
 'Visits the groups from one position to another and locks up to wanted of them. Returns the locked ones that can give a
-message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups
-that have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
-
-create function pgqueue._claim_first_of_groups(q pgqueue.queues, at timestamptz, ids bigint[], wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
-    -- id can be in flight if this message came later.
-    return array(
-        select m.id
-        from pgqueue._lookup_keys(q.name, ids) k, pgqueue.messages m
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
-            and not exists (
-                select from pgqueue.messages c
-                where pgqueue._is_in_queue(c, q.kind, q.name)
-                    and pgqueue._group_position(c) = pgqueue._group_position(m)
-                    and c.id + 0 > m.id and c.attempt_count > 0
-                    and (
-                        c.visible_at > at
-                        or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
-                    )
-                offset 0
-            )
-            and not exists (
-                select from pgqueue.messages c
-                where pgqueue._is_in_queue(c, q.kind, q.name)
-                    and pgqueue._group_position(c) = pgqueue._group_position(m)
-                    and c.id + 0 < m.id
-                    and c.id + 0 >= coalesce(
-                        (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
-                offset 0
-            )
-            and not (
-                q.on_dead = 'hold'
-                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m))
-            )
-        limit wanted for update of m skip locked
-    );
-end;
-$$;
-comment on function pgqueue._claim_first_of_groups(pgqueue.queues, timestamptz, bigint[], int) is
-'Locks those of the ids, up to wanted, that are still the first message of their group, whose locks the caller holds.';
+message, the messages of locked groups that have no attempts left or have expired, the number of locks, and where to go
+on; null at the end.';
 
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -5602,12 +5551,9 @@ begin
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
         spent_ids := spent_ids || walk.spent_ids;
-        if walk.locked is not null and q.group_limit > 1 then
-            candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
+        if walk.locked is not null then
+            candidate_ids := candidate_ids || pgqueue._claim_groups(
                 q, at, walk.locked, first_id, wanted - cardinality(candidate_ids));
-        elsif walk.locked is not null then
-            candidate_ids := candidate_ids || pgqueue._claim_first_of_groups(
-                q, at, walk.locked, wanted - cardinality(candidate_ids));
         end if;
         from_position := walk.next_position;
         if from_position is null and (below_position = started_from or started_from = first_position) then
