@@ -2168,96 +2168,37 @@ begin
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
-_on_queue_altered_<module>(before, after), _on_queue_sweeping_<module>(q), and _on_queue_dropping_<module>(q). A sweep
-calls queue_sweeping, if the queue takes dead letters of others; its handler must not wait for a lock or raise an error.
-At queue_dropping, the row of the queue is deleted and its messages still exist. The queue is locked, exclusively for
-queue_dropping.';
+'Calls _on_<event>_<module> of each module that defines it. The queue is locked, at queue_dropping exclusively: then its
+row is deleted and its messages still exist. A handler of queue_sweeping must not wait for a lock or raise an error.';
 
-create function pgqueue._do_housekeeping(at timestamptz)
+create function pgqueue._call_if_due(event text, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    is_housekeeping constant boolean := event = 'housekeeping';
+    register constant regclass :=
+        case when is_housekeeping then 'pgqueue.next_housekeeping_at' else 'pgqueue.next_maintenance_at' end;
+    pause constant interval := case when is_housekeeping then '1 h' else '1 s' end;
+    longest_micros constant bigint := case when is_housekeeping then 3600000000 else 60000000 end;
     handler regproc;
 begin
-    -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
-    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
-    for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
+    -- A time that is further ahead than a handler sets was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value(register) - pgqueue._to_micros(at), 0) between 1 and longest_micros then
+        return;
+    end if;
+    -- The register is set before the calls: one session does the work, even if its transaction fails.
+    perform setval(register, pgqueue._to_micros(at + pause));
+    for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
-comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<module>(at) of each module that defines it. A sweep calls this once an hour, so a handler
-must not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an
-earlier time.';
-
-create function pgqueue._do_maintenance(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    handler regproc;
-begin
-    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '1 s'));
-    for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
-        execute format('select %s($1)', handler) using at;
-    end loop;
-end;
-$$;
-comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
-commit. An enqueue or a sweep calls this once a second, so a handler must not wait for a lock or raise an error. A
-handler that wants to be called later sets pgqueue.next_maintenance_at.';
-
-create function pgqueue._is_maintenance_due(at timestamptz)
-returns boolean
-language sql volatile
--- The register is at most a minute ahead, or was set while the clock was ahead.
-as $$
-    select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
-        not between 1 and 60000000
-$$;
-
-create function pgqueue._do_maintenance_if_due(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if pgqueue._is_maintenance_due(at) then
-        perform pgqueue._do_maintenance(at);
-    end if;
-end;
-$$;
-
-create function pgqueue._is_at_commit()
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    probe tid;
-begin
-    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
-    if current_setting('max_prepared_transactions')::int > 0
-        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
-    then
-        return false;
-    end if;
-    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
-    -- the insert, and deletes the row. At the commit it is deferred.
-    insert into pgqueue.compactions (tried_at, table_name) values (pgqueue._now(), '') returning compactions.ctid into probe;
-    delete from pgqueue.compactions c where c.ctid = probe;
-    return found;
-end;
-$$;
-comment on function pgqueue._is_at_commit() is
-'For do_at_commit: whether the transaction commits now. It goes on if a statement, in whatever function, has set the
-trigger to immediate, or if the transaction is prepared.';
+comment on function pgqueue._call_if_due(text, timestamptz) is
+'Calls _on_housekeeping_due_<module>(at) of each module once an hour, or _on_maintenance_due_<module>(at) once a second.
+A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
+that has nothing to do to a later one.';
 
 create function pgqueue._do_at_commit()
 returns trigger
@@ -2267,12 +2208,23 @@ set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
+    probe tid;
 begin
     if new.table_name = '' then
         delete from pgqueue.compactions c where c.table_name = '';
         return null;
     end if;
-    if not pgqueue._is_at_commit() then
+    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
+    if current_setting('max_prepared_transactions')::int > 0
+        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
+    then
+        return null;
+    end if;
+    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
+    -- the insert, and deletes the row. At the commit it is deferred.
+    insert into pgqueue.compactions (tried_at, table_name) values (at, '') returning compactions.ctid into probe;
+    delete from pgqueue.compactions c where c.ctid = probe;
+    if not found then
         return null;
     end if;
     delete from pgqueue.compactions c
@@ -2303,9 +2255,8 @@ begin
 end;
 $$;
 comment on function pgqueue._request_at_commit(text, timestamptz) is
-'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
-module uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for
-long.';
+'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
+exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create function pgqueue._module_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -2320,9 +2271,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._module_findings(pgqueue.queues) is
-'What _findings_of_<module>(q) of each module reports to doctor, about the queue or, if q is null, about what belongs to
-no queue.';
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
 create function pgqueue.channel(queue_name text)
@@ -2458,6 +2406,16 @@ begin
 end;
 $$;
 
+create function pgqueue._as_archived(m pgqueue.messages, at timestamptz)
+returns pgqueue.archived_messages
+language sql immutable parallel safe
+as $$
+    select row(
+        m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    )::pgqueue.archived_messages
+$$;
+
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
 language plpgsql volatile
@@ -2468,49 +2426,28 @@ declare
     acked bigint[];
 begin
     if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
+        with kept as (
+            insert into pgqueue.unfiled_messages
+            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
+            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
+            returning unfiled_messages.id
+        )
+        select array_agg(k.id) into acked from kept k;
+    else
+        with kept as (
+            insert into pgqueue.archived_messages
+            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
+            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
+            returning archived_messages.id
+        )
+        select array_agg(k.id) into acked from kept k;
     end if;
-    with gone as (
-        select
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-        from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) m
-    ),
-    kept as (
-        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
     return coalesce(acked, '{}');
 end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
 claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
-
-create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    acked bigint[];
-begin
-    with gone as (
-        select
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-        from pgqueue._delete_claimed(_ack_to_unfiled.queue_name collate "C", ids, _ack_to_unfiled.claim_token) m
-    ),
-    kept as (
-        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
-partition.';
 
 create function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
 returns bigint
@@ -2603,8 +2540,7 @@ end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
 'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
-same insert in the statement that deletes. For 1,000 messages of 1 kB this takes 7 ms, a call for each message 17 ms. A
-call with an array of them takes 9 ms and holds all of them in memory.';
+same insert, which takes half of the time.';
 -- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
@@ -4034,9 +3970,7 @@ begin
     if found then
         perform pgqueue._wake_if_waiting(q, at);
     end if;
-    if pgqueue._is_maintenance_due(at) then
-        perform pgqueue._do_maintenance(at);
-    end if;
+    perform pgqueue._call_if_due('maintenance', at);
 
     if delays is not null then
         perform pgqueue._schedule_batch(
@@ -4979,13 +4913,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
-    -- was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
-    then
-        perform pgqueue._do_housekeeping(at);
-    end if;
-    perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;
@@ -5953,7 +5881,7 @@ returns regclass
 language sql stable
 as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create function pgqueue._sync_limits(q pgqueue.queues)
+create function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5969,16 +5897,6 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_created_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._sync_limits(q);
-end;
-$$;
-
 create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -5988,7 +5906,7 @@ begin
     if (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
-        perform pgqueue._sync_limits(after);
+        perform pgqueue._on_queue_created_limits(after);
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;
@@ -6126,15 +6044,12 @@ $$;
 
 create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
-    return greatest(
+    select greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
             pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
-        pgqueue._in_flight_full_until(q, at));
-end;
+        pgqueue._in_flight_full_until(q, at))
 $$;
 
 create function pgqueue._lock_max_in_flight(q pgqueue.queues)
@@ -12589,7 +12504,7 @@ begin
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
     using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-    perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._call_if_due('maintenance', at);
     return t.head;
 end;
 $$;

@@ -455,9 +455,7 @@ begin
     if found then
         perform pgqueue._wake_if_waiting(q, at);
     end if;
-    if pgqueue._is_maintenance_due(at) then
-        perform pgqueue._do_maintenance(at);
-    end if;
+    perform pgqueue._call_if_due('maintenance', at);
 
     if delays is not null then
         perform pgqueue._schedule_batch(

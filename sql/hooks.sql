@@ -31,96 +31,37 @@ begin
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
-_on_queue_altered_<module>(before, after), _on_queue_sweeping_<module>(q), and _on_queue_dropping_<module>(q). A sweep
-calls queue_sweeping, if the queue takes dead letters of others; its handler must not wait for a lock or raise an error.
-At queue_dropping, the row of the queue is deleted and its messages still exist. The queue is locked, exclusively for
-queue_dropping.';
+'Calls _on_<event>_<module> of each module that defines it. The queue is locked, at queue_dropping exclusively: then its
+row is deleted and its messages still exist. A handler of queue_sweeping must not wait for a lock or raise an error.';
 
-create or replace function pgqueue._do_housekeeping(at timestamptz)
+create or replace function pgqueue._call_if_due(event text, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    is_housekeeping constant boolean := event = 'housekeeping';
+    register constant regclass :=
+        case when is_housekeeping then 'pgqueue.next_housekeeping_at' else 'pgqueue.next_maintenance_at' end;
+    pause constant interval := case when is_housekeeping then '1 h' else '1 s' end;
+    longest_micros constant bigint := case when is_housekeeping then 3600000000 else 60000000 end;
     handler regproc;
 begin
-    -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
-    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
-    for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
+    -- A time that is further ahead than a handler sets was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value(register) - pgqueue._to_micros(at), 0) between 1 and longest_micros then
+        return;
+    end if;
+    -- The register is set before the calls: one session does the work, even if its transaction fails.
+    perform setval(register, pgqueue._to_micros(at + pause));
+    for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
-comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<module>(at) of each module that defines it. A sweep calls this once an hour, so a handler
-must not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an
-earlier time.';
-
-create or replace function pgqueue._do_maintenance(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    handler regproc;
-begin
-    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '1 s'));
-    for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
-        execute format('select %s($1)', handler) using at;
-    end loop;
-end;
-$$;
-comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
-commit. An enqueue or a sweep calls this once a second, so a handler must not wait for a lock or raise an error. A
-handler that wants to be called later sets pgqueue.next_maintenance_at.';
-
-create or replace function pgqueue._is_maintenance_due(at timestamptz)
-returns boolean
-language sql volatile
--- The register is at most a minute ahead, or was set while the clock was ahead.
-as $$
-    select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
-        not between 1 and 60000000
-$$;
-
-create or replace function pgqueue._do_maintenance_if_due(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if pgqueue._is_maintenance_due(at) then
-        perform pgqueue._do_maintenance(at);
-    end if;
-end;
-$$;
-
-create or replace function pgqueue._is_at_commit()
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    probe tid;
-begin
-    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
-    if current_setting('max_prepared_transactions')::int > 0
-        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
-    then
-        return false;
-    end if;
-    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
-    -- the insert, and deletes the row. At the commit it is deferred.
-    insert into pgqueue.compactions (tried_at, table_name) values (pgqueue._now(), '') returning compactions.ctid into probe;
-    delete from pgqueue.compactions c where c.ctid = probe;
-    return found;
-end;
-$$;
-comment on function pgqueue._is_at_commit() is
-'For do_at_commit: whether the transaction commits now. It goes on if a statement, in whatever function, has set the
-trigger to immediate, or if the transaction is prepared.';
+comment on function pgqueue._call_if_due(text, timestamptz) is
+'Calls _on_housekeeping_due_<module>(at) of each module once an hour, or _on_maintenance_due_<module>(at) once a second.
+A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
+that has nothing to do to a later one.';
 
 create or replace function pgqueue._do_at_commit()
 returns trigger
@@ -130,12 +71,23 @@ set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
+    probe tid;
 begin
     if new.table_name = '' then
         delete from pgqueue.compactions c where c.table_name = '';
         return null;
     end if;
-    if not pgqueue._is_at_commit() then
+    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
+    if current_setting('max_prepared_transactions')::int > 0
+        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
+    then
+        return null;
+    end if;
+    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
+    -- the insert, and deletes the row. At the commit it is deferred.
+    insert into pgqueue.compactions (tried_at, table_name) values (at, '') returning compactions.ctid into probe;
+    delete from pgqueue.compactions c where c.ctid = probe;
+    if not found then
         return null;
     end if;
     delete from pgqueue.compactions c
@@ -166,9 +118,8 @@ begin
 end;
 $$;
 comment on function pgqueue._request_at_commit(text, timestamptz) is
-'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
-module uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for
-long.';
+'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
+exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create or replace function pgqueue._module_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -183,6 +134,3 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._module_findings(pgqueue.queues) is
-'What _findings_of_<module>(q) of each module reports to doctor, about the queue or, if q is null, about what belongs to
-no queue.';

@@ -7,7 +7,7 @@ returns regclass
 language sql stable
 as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create or replace function pgqueue._sync_limits(q pgqueue.queues)
+create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -23,16 +23,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._sync_limits(q);
-end;
-$$;
-
 create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -42,7 +32,7 @@ begin
     if (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
-        perform pgqueue._sync_limits(after);
+        perform pgqueue._on_queue_created_limits(after);
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;
@@ -180,15 +170,12 @@ $$;
 
 create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
-    return greatest(
+    select greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
             pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
-        pgqueue._in_flight_full_until(q, at));
-end;
+        pgqueue._in_flight_full_until(q, at))
 $$;
 
 create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues)

@@ -245,13 +245,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
-    -- was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
-    then
-        perform pgqueue._do_housekeeping(at);
-    end if;
-    perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;

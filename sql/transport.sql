@@ -140,7 +140,7 @@ begin
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
     using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-    perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._call_if_due('maintenance', at);
     return t.head;
 end;
 $$;

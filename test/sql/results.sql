@@ -76,7 +76,7 @@ select count(*) as sent from pgqueue.update_result('results', :number, 'successf
 select pg_temp.send('30 days', false) as scheduled, pg_temp.send('0', true) as finished \gset
 select is(pgqueue.purge_results('results', '1 h'), 0::bigint, 'purge_results leaves results that are younger');
 set local test.now = '2030-01-02 12:05:00+00';
-select pgqueue._do_housekeeping(pgqueue._now()) is null as done \gset
+select setval('pgqueue.next_housekeeping_at', 1), pgqueue._call_if_due('housekeeping', pgqueue._now()) is not null as done \gset
 select is(array(select r.status from unnest(array[:'uuid', :'scheduled', :'finished']::uuid[]) u cross join lateral pgqueue.get_result(u) r), array['successful', 'ready'],
     'claims delete results that have expired, and none of a message that is still there');
 select is(pgqueue.purge_results('results'), 1::bigint, 'purge_results deletes results that have ended');

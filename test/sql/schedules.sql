@@ -173,12 +173,12 @@ delete from pgqueue.scheduled_messages where queue_name = 'schedules';
 alter table pgqueue.scheduled_messages enable trigger add_next_tick_message;
 select results_eq($$ select d.severity, d.detail, d.repair from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$,
     $$ values ('error', 'schedule ''hourly'' has no next tick', 'select pgqueue.alter_schedule(''hourly'');') $$, 'doctor reports a schedule whose next tick is missing');
-select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
+select setval('pgqueue.next_housekeeping_at', 1), pgqueue._call_if_due('housekeeping', pgqueue._now()) is not null as done \gset
 select results_eq($$ select s.headers ->> 'pgqueue.schedule', pg_temp.utc(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'schedules' $$,
     $$ values ('hourly', '2030-01-17 21:00:00') $$, 'housekeeping adds a message of a next tick that is missing');
 select is_empty($$ select from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$, 'doctor reports no schedule with a next tick');
 select is_empty($$ select from pgqueue.doctor() d where d.finding = 'clock_ahead' $$, 'doctor does not take the time of a next tick for a clock that was ahead');
-select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
+select setval('pgqueue.next_housekeeping_at', 1), pgqueue._call_if_due('housekeeping', pgqueue._now()) is not null as done \gset
 select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'schedules'), 1::bigint, 'housekeeping adds no second message of a tick');
 update pgqueue.schedules set time_zone = 'Mars/Olympus' where name = 'hourly';
 select pg_temp.pass('2 h') \gset
@@ -186,7 +186,7 @@ select is((select c.headers ->> 'pgqueue.schedule' from pgqueue.claim('schedules
 select is((select d.detail from pgqueue.doctor() d where d.finding = 'stopped_schedule'), 'schedule ''hourly'' has stopped: time zone "Mars/Olympus" not recognized', 'doctor reports a schedule whose next tick cannot be computed');
 select is(pgqueue.alter_schedule('hourly', paused => true), null, 'a schedule whose time zone is unknown can be paused');
 select is_empty($$ select from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$, 'doctor reports no paused schedule');
-select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
+select setval('pgqueue.next_housekeeping_at', 1), pgqueue._call_if_due('housekeeping', pgqueue._now()) is not null as done \gset
 select is(pgqueue.alter_schedule('hourly', time_zone => 'UTC', paused => false), '2030-01-17 23:00+00', 'alter_schedule adds the next tick of a stopped schedule');
 update pgqueue.schedules set next_at = next_at + interval '10 years' where name = 'hourly';
 select alike((select d.detail from pgqueue.doctor() d where d.finding = 'stopped_schedule'), '%because the clock was ahead', 'doctor reports a schedule whose next tick was set while the clock was ahead');
