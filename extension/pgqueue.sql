@@ -4005,17 +4005,6 @@ $$;
 comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
 'The lowest id at which there can be a message, except those in requeued_messages.';
 
-create function pgqueue._first_possible_id_of(queue_name text)
-returns bigint
-language sql stable
-as $$
-    select coalesce(
-        (
-            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
-            where s.queue_name = _first_possible_id_of.queue_name
-        ), 1)
-$$;
-
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
 language sql stable
@@ -4042,7 +4031,7 @@ as $$
 declare
     s pgqueue.sweep_state;
 begin
-    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _sweep_state_of.queue_name;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _sweep_state_of.queue_name collate "C";
     s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
     s.first_id := coalesce(s.first_id, 1);
     s.first_due_at := pgqueue._discard_future_time(s.first_due_at, at);
@@ -4054,31 +4043,17 @@ $$;
 create function pgqueue._first_id_of(queue_name text)
 returns bigint
 language sql stable
-as $$
-    select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
-$$;
+as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
 
 create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
 returns timestamptz
 language sql stable
-as $$
-    select coalesce(
-        (
-            select pgqueue._discard_future_time(s.first_due_at, at) from pgqueue.sweep_state s
-            where s.queue_name = _first_due_at_of.queue_name
-        ), '-infinity')
-$$;
+as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
 
 create function pgqueue._first_check_at_of(queue_name text, at timestamptz)
 returns timestamptz
 language sql stable
-as $$
-    select coalesce(
-        (
-            select pgqueue._discard_future_time(s.first_check_at, at) from pgqueue.sweep_state s
-            where s.queue_name = _first_check_at_of.queue_name
-        ), '-infinity')
-$$;
+as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
 
 create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
@@ -4132,6 +4107,53 @@ begin
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id = _visible_at_of.id);
     end if;
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
+end;
+$$;
+
+create function pgqueue._read_requeued(
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
+    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
+    -- not the message, the message is gone, or has come back with a new row.
+    select
+        count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
+        array_agg(distinct w.id) filter (where m.visible_at <= at),
+        array_agg(w.ctid) filter (where m.visible_at is null)
+    into n, last_time, last_id, visible_ids, gone
+    from (
+        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+        order by r.check_at, r.id limit wanted
+    ) w
+    cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
+end;
+$$;
+
+create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
+    if gone is null or pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
+    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
+    delete from pgqueue.requeued_messages r
+    where r.ctid = any (array(
+        select l.ctid
+        from (
+            select c.ctid, c.queue_name, c.check_at from pgqueue.requeued_messages c
+            where c.ctid = any (gone) offset 0 for update skip locked
+        ) l
+        where l.queue_name = q.name and l.check_at <= up_to));
 end;
 $$;
 
@@ -4189,16 +4211,9 @@ begin
         where c.queue_name = q.name and c.due_at >= s.first_due_at
         order by c.due_at limit 1)));
 
-    -- Rows whose messages are gone. Sweeps delete them, too, but there may be no claim.
-    delete from pgqueue.requeued_messages r
-    where r.ctid = any (array(
-        select c.ctid
-        from (
-            select l.ctid, l.id from pgqueue.requeued_messages l
-            where l.queue_name = q.name and l.check_at >= s.first_check_at
-            order by l.check_at limit 500 for update skip locked
-        ) c
-        where pgqueue._visible_at_of(q, c.id) is null));
+    -- Sweeps delete the rows whose messages are gone, too, but there may be no claim.
+    perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+    from pgqueue._read_requeued(q, at, s.first_check_at, -9223372036854775808, 500) r;
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -4214,19 +4229,6 @@ begin
         order by r.check_at limit 1)));
     return s;
 end;
-$$;
-
-create function pgqueue._widest_ranges(ids int8multirange)
-returns int8multirange
-language sql immutable parallel safe
-as $$
-    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
-    select range_agg(w.r)
-    from (
-        select r from unnest(ids) as r
-        order by lower_inf(r) desc, upper(r) - lower(r) desc
-        limit 64
-    ) w
 $$;
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
@@ -4284,9 +4286,7 @@ begin
     for id_range in
         select r
         from unnest(
-            int8multirange(int8range(
-                pgqueue._first_possible_id(s),
-                greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh_from_id)))) - s.vacant_ids
+            int8multirange(int8range(1, greatest(1, least(s.settled_id + 1, fresh_from_id)))) - s.vacant_ids
         ) as r
     loop
         from_id := lower(id_range);
@@ -4309,7 +4309,15 @@ begin
     begin
         s := pgqueue._record_first_keys(q, s, at);
         update pgqueue.sweep_state
-        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+        set vacant_ids = (
+                -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
+                select range_agg(w.r)
+                from (
+                    select r from unnest(s.vacant_ids) as r
+                    order by lower_inf(r) desc, upper(r) - lower(r) desc limit 64
+                ) w
+            ),
+            settled_id = s.settled_id, bound_id = s.bound_id,
             writers = s.writers, bound_at = s.bound_at, recorded_at = at, settled_at = s.settled_at, first_id = s.first_id,
             first_due_at = s.first_due_at, first_check_at = s.first_check_at
         where sweep_state.queue_name = q.name;
@@ -4770,53 +4778,6 @@ begin
 end;
 $$;
 
-create function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
-)
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
-    -- not the message, the message is gone, or has come back with a new row.
-    select
-        count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
-        array_agg(distinct w.id) filter (where m.visible_at <= at),
-        array_agg(w.ctid) filter (where m.visible_at is null)
-    into n, last_time, last_id, visible_ids, gone
-    from (
-        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-        order by r.check_at, r.id limit wanted
-    ) w
-    cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
-end;
-$$;
-
-create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
-    if gone is null or pgqueue._has_fixed_snapshot() then
-        return;
-    end if;
-    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
-    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
-    delete from pgqueue.requeued_messages r
-    where r.ctid = any (array(
-        select l.ctid
-        from (
-            select c.ctid, c.queue_name, c.check_at from pgqueue.requeued_messages c
-            where c.ctid = any (gone) offset 0 for update skip locked
-        ) l
-        where l.queue_name = q.name and l.check_at <= up_to));
-end;
-$$;
-
 create function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 )
@@ -4845,7 +4806,7 @@ begin
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
-        exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or wanted > 0 and cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
     if visible_ids <> '{}' then
@@ -4902,24 +4863,13 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    seen_at timestamptz := state.first_check_at;
-    seen_id bigint := -9223372036854775808;
-    rows record;
 begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
     end if;
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
-    loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, 500) r;
-        exit when rows.n = 0;
-        seen_at := rows.last_time;
-        seen_id := rows.last_id;
-        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
-    end loop;
+    perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
 comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
@@ -8669,7 +8619,7 @@ begin
     from (
         (
             select c.message
-            from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
+            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
             cross join lateral (
                 select m as message from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)

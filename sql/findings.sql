@@ -138,7 +138,7 @@ begin
     from (
         (
             select c.message
-            from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
+            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
             cross join lateral (
                 select m as message from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)

@@ -125,53 +125,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
-)
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
-    -- not the message, the message is gone, or has come back with a new row.
-    select
-        count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
-        array_agg(distinct w.id) filter (where m.visible_at <= at),
-        array_agg(w.ctid) filter (where m.visible_at is null)
-    into n, last_time, last_id, visible_ids, gone
-    from (
-        select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
-        where r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-        order by r.check_at, r.id limit wanted
-    ) w
-    cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
-end;
-$$;
-
-create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
-    if gone is null or pgqueue._has_fixed_snapshot() then
-        return;
-    end if;
-    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
-    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
-    delete from pgqueue.requeued_messages r
-    where r.ctid = any (array(
-        select l.ctid
-        from (
-            select c.ctid, c.queue_name, c.check_at from pgqueue.requeued_messages c
-            where c.ctid = any (gone) offset 0 for update skip locked
-        ) l
-        where l.queue_name = q.name and l.check_at <= up_to));
-end;
-$$;
-
 create or replace function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 )
@@ -200,7 +153,7 @@ begin
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
-        exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or wanted > 0 and cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
     if visible_ids <> '{}' then
@@ -257,24 +210,13 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    seen_at timestamptz := state.first_check_at;
-    seen_id bigint := -9223372036854775808;
-    rows record;
 begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
     end if;
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
-    loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, 500) r;
-        exit when rows.n = 0;
-        seen_at := rows.last_time;
-        seen_id := rows.last_id;
-        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
-    end loop;
+    perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
 comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is

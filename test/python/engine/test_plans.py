@@ -241,7 +241,8 @@ class Session:
         def has_recorded() -> bool:
             self.sweeps()
             self.execute("select pgqueue.claim(:q)")
-            return bool(self.row("select pgqueue._first_possible_id_of(:q) > %s", dead_id)[0])
+            known = "select pgqueue._first_possible_id(s) > %s from pgqueue.sweep_state s where s.queue_name = :q"
+            return bool(self.row(known, dead_id)[0])
 
         for _ in range(3):
             has_recorded()
