@@ -147,11 +147,10 @@ def test_make_help_lists_every_target(checkout: Path) -> None:
     assert {"build", "install", "uninstall", "installcheck", "test", "lint", "demo"} <= told
 
 
-def test_the_package_has_the_license_and_the_readme() -> None:
+def test_the_package_has_the_license() -> None:
     project = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]
     assert project["license-files"] == ["LICENSE"]
     assert (ROOT / "python/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert project["readme"] == "README.md"
 
 
 def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: NewDatabase) -> None:
