@@ -9461,42 +9461,38 @@ begin
 end;
 $$;
 
--- Moves unfiled messages, of at most 256 kB and one message, into their days, or deletes them, and returns how many.
-create function pgqueue._file_messages(confirmed_at timestamptz)
+-- Moves unfiled messages into their days, or deletes them, and returns how many.
+create function pgqueue._file_messages(confirmed_at timestamptz, max_slices int)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
-    filed int;
+    unfiled refcursor;
+    places tid[];
+    filed int := 0;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
     -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
-    with gone as (
-        delete from pgqueue.unfiled_messages u
-        where u.ctid = any (array(
-            select w.ctid
-            from (
-                select c.ctid, sum(c.bytes) over (rows unbounded preceding) - c.bytes as bytes_before
-                from (
-                    select f.ctid, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
-                    from pgqueue.unfiled_messages f
-                    where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at))
-                    limit 256
-                ) c
-            ) w
-            where w.bytes_before < 262144))
-        returning u.*
-    ),
-    kept as (
+    open unfiled for
+        select f.id, f.ctid as place, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+        from pgqueue.unfiled_messages f
+        where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
+    for n in 1..max_slices loop
+        places := (pgqueue._fetch_slice(unfiled)).places;
+        exit when places = '{}';
+        with gone as (delete from pgqueue.unfiled_messages u where u.ctid = any (places) returning u.*)
         insert into pgqueue.archived_messages
-        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at))
-    )
-    select count(*) into filed from gone;
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
+        filed := filed + cardinality(places);
+        exit when not pgqueue._has_time();
+    end loop;
+    close unfiled;
     return filed;
 end;
 $$;
+
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -9594,7 +9590,7 @@ begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at) > 0 then
+    if pgqueue._file_messages(confirmed_at, 2) > 0 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
@@ -9663,9 +9659,7 @@ begin
     -- An older snapshot does not show an archive_for that another transaction has raised since.
     perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
-    while pgqueue._file_messages(confirmed_at) > 0 loop
-        exit when not pgqueue._has_time();
-    end loop;
+    perform pgqueue._file_messages(confirmed_at, 1000000);
 
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for day in select d from pgqueue._expired_days(confirmed_at) d loop
