@@ -177,7 +177,6 @@ create type pgqueue.queue_stats as (
 );
 comment on type pgqueue.queue_stats is
 'The depth of a queue, and what was counted since it was created.';
-comment on column pgqueue.queue_stats.queue_name is 'the queue';
 comment on column pgqueue.queue_stats.ready_messages is 'messages that are ready';
 comment on column pgqueue.queue_stats.inflight_messages is 'messages that are claimed and not settled';
 comment on column pgqueue.queue_stats.scheduled_messages is 'messages that are delayed or wait for a retry';
@@ -228,7 +227,6 @@ create type pgqueue.stream as (
 );
 comment on type pgqueue.stream is
 'A stream, as stream_open and list_streams return it.';
-comment on column pgqueue.stream.queue_name is 'the queue';
 comment on column pgqueue.stream.stream_name is 'the stream';
 comment on column pgqueue.stream.epoch is 'the number of the last stream_open: readers with a lower one are refused';
 comment on column pgqueue.stream.opened_by is 'the name that stream_open gave; null if none';
@@ -261,7 +259,6 @@ create type pgqueue.stream_batch as (
 );
 comment on type pgqueue.stream_batch is
 'A batch that is reserved for a stream, identified by seq and claim_token.';
-comment on column pgqueue.stream_batch.queue_name is 'the queue';
 comment on column pgqueue.stream_batch.stream_name is 'the stream';
 comment on column pgqueue.stream_batch.seq is 'the number of the batch in the stream';
 comment on column pgqueue.stream_batch.claim_token is 'the token of the batch';
@@ -2557,14 +2554,6 @@ as $$
     )::pgqueue.queue
 $$;
 
-create function pgqueue._stored_max_attempts(max_attempts int)
-returns int
-language sql immutable parallel safe
-as $$ select case max_attempts when 0 then 2147483647 else max_attempts end $$;
-comment on function pgqueue._stored_max_attempts(int) is
-'The max_attempts of a queue as the tables have it. For no limit it is the highest integer, as plain SQL that claims
-compares attempt_count with it.';
-
 create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
@@ -2731,7 +2720,8 @@ begin
     from (values ('dedicated', dedicated), ('if_not_exists', if_not_exists)) as b (name, value) where b.value is null;
     model.name := queue_name;
     model.visibility_timeout := visibility_timeout;
-    model.max_attempts := pgqueue._stored_max_attempts(max_attempts);
+    -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.
+    model.max_attempts := case max_attempts when 0 then 2147483647 else max_attempts end;
     model.dlq_enabled := dlq_enabled;
     model.dead_letter_expired := dead_letter_expired;
     model.max_payload_bytes := max_payload_bytes;
@@ -2857,7 +2847,7 @@ begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
-    q.max_attempts := coalesce(pgqueue._stored_max_attempts(alter_queue.max_attempts), q.max_attempts);
+    q.max_attempts := case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, q.max_attempts) end;
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
     q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
     q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);
@@ -8150,24 +8140,20 @@ create function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
 )
 returns table (id bigint)
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    if are_dead then
-        return query
+    -- Inlined. One of the two is not executed.
+    (
         select d.id from pgqueue.dead_messages d
-        where d.queue_name = _other_ids.queue_name and d.id >= from_id
-            and d.id <= coalesce(below_id - 1, 9223372036854775807)
-        order by d.id limit wanted;
-    else
-        return query
+        where are_dead and d.queue_name = _other_ids.queue_name and d.id >= from_id and d.id < below_id
+        order by d.id limit wanted
+    )
+    union all
+    (
         select s.id from pgqueue.scheduled_messages s
-        where s.queue_name = _other_ids.queue_name and s.id >= from_id
-            and s.id <= coalesce(below_id - 1, 9223372036854775807)
-        order by s.id limit wanted;
-    end if;
-end;
+        where not are_dead and s.queue_name = _other_ids.queue_name and s.id >= from_id and s.id < below_id
+        order by s.id limit wanted
+    )
 $$;
 
 create function pgqueue._count_others(
@@ -8182,12 +8168,12 @@ declare
     deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
-        select count(*) into messages from pgqueue._other_ids(queue_name, are_dead, first_id, null, max_counted + 1);
+        select count(*) into messages from pgqueue._other_ids(queue_name, are_dead, first_id, 9223372036854775807, max_counted + 1);
         estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
-            (select o.id from pgqueue._other_ids(queue_name, are_dead, first_id, null, 1) o),
+            (select o.id from pgqueue._other_ids(queue_name, are_dead, first_id, 9223372036854775807, 1) o),
             case when are_dead
                 then (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _count_others.queue_name)
                 else (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _count_others.queue_name)
@@ -11449,21 +11435,19 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     midnight constant timestamptz := day::timestamp at time zone time_zone;
-    tick timestamptz;
 begin
     if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
     then
-        select min(w.t) into tick
-        from (
-            select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m
-        ) w
-        where w.t > after;
-        return tick;
+        return (
+            select min(w.t)
+            from (select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m) w
+            where w.t > after
+        );
     end if;
     -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
     -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
     -- later time; other times tick whenever the wall clock shows them.
-    select min(c.t) into tick
+    return min(c.t)
     from (
         select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
         from (
@@ -11482,7 +11466,6 @@ begin
             else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
                 and date_part('minute', c.wall)::int = any (minutes)
         end;
-    return tick;
 end;
 $$;
 comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
@@ -11996,18 +11979,16 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    candidate text;
     s pgqueue.schedules;
     q pgqueue.queues;
 begin
-    for candidate in
-        select c.name from pgqueue.schedules c
+    for s in
+        select c.* from pgqueue.schedules c
         where not c.paused
             and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
-        limit 100
+        limit 100 for update skip locked
     loop
         -- Each statement sees what other transactions have committed before it starts.
-        select c.* into s from pgqueue.schedules c where c.name = candidate and not c.paused for update skip locked;
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         begin
             if q.name is not null and pgqueue._try_lock_existing_queue(q)

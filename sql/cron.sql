@@ -89,21 +89,19 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     midnight constant timestamptz := day::timestamp at time zone time_zone;
-    tick timestamptz;
 begin
     if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
     then
-        select min(w.t) into tick
-        from (
-            select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m
-        ) w
-        where w.t > after;
-        return tick;
+        return (
+            select min(w.t)
+            from (select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m) w
+            where w.t > after
+        );
     end if;
     -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
     -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
     -- later time; other times tick whenever the wall clock shows them.
-    select min(c.t) into tick
+    return min(c.t)
     from (
         select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
         from (
@@ -122,7 +120,6 @@ begin
             else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
                 and date_part('minute', c.wall)::int = any (minutes)
         end;
-    return tick;
 end;
 $$;
 comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is

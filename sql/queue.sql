@@ -14,14 +14,6 @@ as $$
     )::pgqueue.queue
 $$;
 
-create or replace function pgqueue._stored_max_attempts(max_attempts int)
-returns int
-language sql immutable parallel safe
-as $$ select case max_attempts when 0 then 2147483647 else max_attempts end $$;
-comment on function pgqueue._stored_max_attempts(int) is
-'The max_attempts of a queue as the tables have it. For no limit it is the highest integer, as plain SQL that claims
-compares attempt_count with it.';
-
 create or replace function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
@@ -188,7 +180,8 @@ begin
     from (values ('dedicated', dedicated), ('if_not_exists', if_not_exists)) as b (name, value) where b.value is null;
     model.name := queue_name;
     model.visibility_timeout := visibility_timeout;
-    model.max_attempts := pgqueue._stored_max_attempts(max_attempts);
+    -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.
+    model.max_attempts := case max_attempts when 0 then 2147483647 else max_attempts end;
     model.dlq_enabled := dlq_enabled;
     model.dead_letter_expired := dead_letter_expired;
     model.max_payload_bytes := max_payload_bytes;
@@ -314,7 +307,7 @@ begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
-    q.max_attempts := coalesce(pgqueue._stored_max_attempts(alter_queue.max_attempts), q.max_attempts);
+    q.max_attempts := case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, q.max_attempts) end;
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
     q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
     q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);

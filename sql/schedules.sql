@@ -429,18 +429,16 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    candidate text;
     s pgqueue.schedules;
     q pgqueue.queues;
 begin
-    for candidate in
-        select c.name from pgqueue.schedules c
+    for s in
+        select c.* from pgqueue.schedules c
         where not c.paused
             and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
-        limit 100
+        limit 100 for update skip locked
     loop
         -- Each statement sees what other transactions have committed before it starts.
-        select c.* into s from pgqueue.schedules c where c.name = candidate and not c.paused for update skip locked;
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         begin
             if q.name is not null and pgqueue._try_lock_existing_queue(q)

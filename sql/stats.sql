@@ -182,24 +182,20 @@ create or replace function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
 )
 returns table (id bigint)
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    if are_dead then
-        return query
+    -- Inlined. One of the two is not executed.
+    (
         select d.id from pgqueue.dead_messages d
-        where d.queue_name = _other_ids.queue_name and d.id >= from_id
-            and d.id <= coalesce(below_id - 1, 9223372036854775807)
-        order by d.id limit wanted;
-    else
-        return query
+        where are_dead and d.queue_name = _other_ids.queue_name and d.id >= from_id and d.id < below_id
+        order by d.id limit wanted
+    )
+    union all
+    (
         select s.id from pgqueue.scheduled_messages s
-        where s.queue_name = _other_ids.queue_name and s.id >= from_id
-            and s.id <= coalesce(below_id - 1, 9223372036854775807)
-        order by s.id limit wanted;
-    end if;
-end;
+        where not are_dead and s.queue_name = _other_ids.queue_name and s.id >= from_id and s.id < below_id
+        order by s.id limit wanted
+    )
 $$;
 
 create or replace function pgqueue._count_others(
@@ -214,12 +210,12 @@ declare
     deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
-        select count(*) into messages from pgqueue._other_ids(queue_name, are_dead, first_id, null, max_counted + 1);
+        select count(*) into messages from pgqueue._other_ids(queue_name, are_dead, first_id, 9223372036854775807, max_counted + 1);
         estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
-            (select o.id from pgqueue._other_ids(queue_name, are_dead, first_id, null, 1) o),
+            (select o.id from pgqueue._other_ids(queue_name, are_dead, first_id, 9223372036854775807, 1) o),
             case when are_dead
                 then (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _count_others.queue_name)
                 else (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _count_others.queue_name)

@@ -169,7 +169,6 @@ create type pgqueue.queue_stats as (
 );
 comment on type pgqueue.queue_stats is
 'The depth of a queue, and what was counted since it was created.';
-comment on column pgqueue.queue_stats.queue_name is 'the queue';
 comment on column pgqueue.queue_stats.ready_messages is 'messages that are ready';
 comment on column pgqueue.queue_stats.inflight_messages is 'messages that are claimed and not settled';
 comment on column pgqueue.queue_stats.scheduled_messages is 'messages that are delayed or wait for a retry';
@@ -220,7 +219,6 @@ create type pgqueue.stream as (
 );
 comment on type pgqueue.stream is
 'A stream, as stream_open and list_streams return it.';
-comment on column pgqueue.stream.queue_name is 'the queue';
 comment on column pgqueue.stream.stream_name is 'the stream';
 comment on column pgqueue.stream.epoch is 'the number of the last stream_open: readers with a lower one are refused';
 comment on column pgqueue.stream.opened_by is 'the name that stream_open gave; null if none';
@@ -253,7 +251,6 @@ create type pgqueue.stream_batch as (
 );
 comment on type pgqueue.stream_batch is
 'A batch that is reserved for a stream, identified by seq and claim_token.';
-comment on column pgqueue.stream_batch.queue_name is 'the queue';
 comment on column pgqueue.stream_batch.stream_name is 'the stream';
 comment on column pgqueue.stream_batch.seq is 'the number of the batch in the stream';
 comment on column pgqueue.stream_batch.claim_token is 'the token of the batch';

@@ -58,8 +58,8 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "exchange 100, archived": (1900, 1960),  # 952 965
     "receive 1, archived": (48, 50),  # 24 24
     "stream_ack 100, archived": (1150, 1160),  # 575 578
-    "peek": (24, 24),  # 12 12
-    "stats": (660, 670),  # 526 557
+    "peek": (24, 24),  # 15 15
+    "stats": (660, 670),  # 518 518
 }
 
 
