@@ -118,9 +118,6 @@ begin
     return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
-comment on function pgqueue._ack_open_batch(pgqueue.streams) is
-'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
-the archive if on_ack of the stream, or else the queue, says so.';
 
 create or replace function pgqueue._after_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -204,9 +201,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims up to max_messages ready messages, or about max_bytes of them, for a stream. Returns the stream with them as its
-open batch, or without an open batch if none were ready.';
 
 create or replace function pgqueue.stream_claim(
     queue_name pgqueue.queue_of_consumer,

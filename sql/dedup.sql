@@ -259,11 +259,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._replace_message(
-    pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
-) is
-'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
-claimed it, if another transaction has locked it, or if it is gone.';
 
 create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void

@@ -12,9 +12,7 @@ returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
-'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
-expression, as each further one would slow down every acknowledgement by its preparation. It reads the catalog cache, as
-reading the row of the queue costs ten times as much.';
+'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
 create or replace function pgqueue._utc_day(moment timestamptz)
 returns date
@@ -41,8 +39,7 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
-the snapshot.';
+'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create or replace function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
 returns setof pgqueue.messages
@@ -180,9 +177,6 @@ as $$
         coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
     )::pgqueue.dead_messages
 $$;
-comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
-expired. Inlined, as a call per message would take four times as long.';
 
 create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean

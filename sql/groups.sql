@@ -18,8 +18,6 @@ create or replace function pgqueue._group_position(m pgqueue.messages)
 returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._group_position(m.headers, m.id) $$;
-comment on function pgqueue._group_position(pgqueue.messages) is
-'The expression of the index on the positions.';
 
 create or replace function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -29,8 +27,6 @@ language sql immutable parallel safe
 as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
-comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
-'Inlined to a search of the index on the positions.';
 
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -215,9 +211,6 @@ begin
         ), 4611686018427387904));
 end;
 $$;
-comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
-'What a sweep does besides finding messages, for a queue with groups: records vacant ids, moves due messages that the
-register first_due_at missed, and removes rows of requeued_messages.';
 
 create or replace function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
@@ -404,6 +397,4 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
-groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms, and locks at most 100
-groups.';
+'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';

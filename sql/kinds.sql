@@ -166,8 +166,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._change_kind(pgqueue.queues) is
-'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
 
 create or replace function pgqueue._adopt_messages(q pgqueue.queues)
 returns boolean

@@ -65,8 +65,6 @@ as $$
         case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
     from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
 $$;
-comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
-'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
 
 create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
 returns bigint
@@ -226,6 +224,3 @@ begin
     return taken;
 end;
 $$;
-comment on function pgqueue._take_tokens(pgqueue.queues, int) is
-'Takes up to wanted tokens of a queue and returns their number. Claims take turns: each holds a lock while it changes
-the register. A rollback does not return tokens.';

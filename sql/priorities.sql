@@ -18,8 +18,6 @@ create or replace function pgqueue._level_position(m pgqueue.messages)
 returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
-comment on function pgqueue._level_position(pgqueue.messages) is
-'The expression of the index on the positions.';
 
 create or replace function pgqueue._level_start(level_position bigint)
 returns bigint
@@ -34,8 +32,6 @@ as $$
         and pgqueue._level_position(m) >= from_position
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
-comment on function pgqueue._is_in_level(pgqueue.messages, bigint, text, bigint) is
-'Inlined to a search of the index on the positions.';
 
 create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues)
 returns void
@@ -101,8 +97,6 @@ as $$
         from unnest(registers) with ordinality as u (register, n)
     )
 $$;
-comment on function pgqueue._level_floors(regclass[]) is
-'For each priority, 9 first, the position from which claims read.';
 
 create or replace function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
@@ -174,9 +168,6 @@ begin
     return found_ids;
 end;
 $$;
-comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], int) is
-'Locks up to wanted ready messages that no claim has passed: those with the highest priority, or, in one call of ten,
-first those with the priority whose next message has the lowest place.';
 
 create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
 returns void
@@ -307,9 +298,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_levels(pgqueue.queues, bigint[], timestamptz, int) is
-'Makes one sweep over the positions that claims have passed, for at most 10 ms: appends to taken the ids of ready
-messages, locked, until there are wanted ids. Such messages were committed late, or their claims have ended.';
 
 create or replace function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -350,5 +338,3 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_by_priority(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with priorities, locked, for the caller to claim or delete.';

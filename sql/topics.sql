@@ -66,8 +66,7 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, directly or by a pattern, each once, in the
-order in which they are locked.';
+'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
 create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
