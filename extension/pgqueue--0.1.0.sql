@@ -2103,8 +2103,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._change_kind(pgqueue.queues) is
-'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
 
 create function pgqueue._adopt_messages(q pgqueue.queues)
 returns boolean
@@ -2175,9 +2173,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     is_housekeeping constant boolean := event = 'housekeeping';
-    register constant regclass :=
-        case when is_housekeeping then 'pgqueue.next_housekeeping_at' else 'pgqueue.next_maintenance_at' end;
-    pause constant interval := case when is_housekeeping then '1 h' else '1 s' end;
+    register constant regclass := case
+        when is_housekeeping then 'pgqueue.next_housekeeping_at'::regclass else 'pgqueue.next_maintenance_at'::regclass end;
+    pause constant interval := case when is_housekeeping then interval '1 h' else interval '1 s' end;
     longest_micros constant bigint := case when is_housekeeping then 3600000000 else 60000000 end;
     handler regproc;
 begin
@@ -2344,9 +2342,7 @@ returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
-'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
-expression, as each further one would slow down every acknowledgement by its preparation. It reads the catalog cache, as
-reading the row of the queue costs ten times as much.';
+'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
 create function pgqueue._utc_day(moment timestamptz)
 returns date
@@ -2373,8 +2369,7 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
-the snapshot.';
+'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
 returns setof pgqueue.messages
@@ -2512,9 +2507,6 @@ as $$
         coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
     )::pgqueue.dead_messages
 $$;
-comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
-expired. Inlined, as a call per message would take four times as long.';
 
 create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean
@@ -3227,7 +3219,7 @@ begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue.
-    return query execute format('
+    for key, id, is_taken, is_locked in execute format('
         select u.key, k.id,
             pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
             k.xmax <> 0
@@ -3243,7 +3235,10 @@ begin
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
         end)
-    using q, period, keys, at, new_ids, gone;
+    using q, period, keys, at, new_ids, gone
+    loop
+        return next;
+    end loop;
 end;
 $$;
 comment on function pgqueue._read_dedup_keys(pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[]) is
@@ -3298,8 +3293,8 @@ declare
     -- The keys that this call has or tries to take, each with the message that gets it, and those that others have.
     own_keys text[];
     own_ids bigint[];
-    lost_keys text[] := '{}';
-    lost_ids bigint[] := '{}';
+    lost_keys text[] := '{}'::text[];
+    lost_ids bigint[] := '{}'::bigint[];
     open_keys text[];
     open_ids bigint[];
     added bigint[];
@@ -3427,11 +3422,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._replace_message(
-    pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
-) is
-'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
-claimed it, if another transaction has locked it, or if it is gone.';
 
 create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
@@ -5069,8 +5059,6 @@ create function pgqueue._group_position(m pgqueue.messages)
 returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._group_position(m.headers, m.id) $$;
-comment on function pgqueue._group_position(pgqueue.messages) is
-'The expression of the index on the positions.';
 
 create function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -5080,8 +5068,6 @@ language sql immutable parallel safe
 as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
-comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
-'Inlined to a search of the index on the positions.';
 
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -5266,9 +5252,6 @@ begin
         ), 4611686018427387904));
 end;
 $$;
-comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
-'What a sweep does besides finding messages, for a queue with groups: records vacant ids, moves due messages that the
-register first_due_at missed, and removes rows of requeued_messages.';
 
 create function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
@@ -5455,9 +5438,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
-groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms, and locks at most 100
-groups.';
+'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';
 -- In a queue with priorities a claim takes the messages with the highest priority first. The tables of such queues have
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
@@ -5478,8 +5459,6 @@ create function pgqueue._level_position(m pgqueue.messages)
 returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
-comment on function pgqueue._level_position(pgqueue.messages) is
-'The expression of the index on the positions.';
 
 create function pgqueue._level_start(level_position bigint)
 returns bigint
@@ -5494,8 +5473,6 @@ as $$
         and pgqueue._level_position(m) >= from_position
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
-comment on function pgqueue._is_in_level(pgqueue.messages, bigint, text, bigint) is
-'Inlined to a search of the index on the positions.';
 
 create function pgqueue._on_queue_created_priorities(q pgqueue.queues)
 returns void
@@ -5561,8 +5538,6 @@ as $$
         from unnest(registers) with ordinality as u (register, n)
     )
 $$;
-comment on function pgqueue._level_floors(regclass[]) is
-'For each priority, 9 first, the position from which claims read.';
 
 create function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
@@ -5634,9 +5609,6 @@ begin
     return found_ids;
 end;
 $$;
-comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], int) is
-'Locks up to wanted ready messages that no claim has passed: those with the highest priority, or, in one call of ten,
-first those with the priority whose next message has the lowest place.';
 
 create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
 returns void
@@ -5767,9 +5739,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_levels(pgqueue.queues, bigint[], timestamptz, int) is
-'Makes one sweep over the positions that claims have passed, for at most 10 ms: appends to taken the ids of ready
-messages, locked, until there are wanted ids. Such messages were committed late, or their claims have ended.';
 
 create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -5810,8 +5779,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_by_priority(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with priorities, locked, for the caller to claim or delete.';
 -- Limits of a queue. With max_in_flight a claim counts the messages in flight from their rows, under a lock that it
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
@@ -5879,8 +5846,6 @@ as $$
         case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
     from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
 $$;
-comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
-'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
 
 create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
 returns bigint
@@ -6040,9 +6005,6 @@ begin
     return taken;
 end;
 $$;
-comment on function pgqueue._take_tokens(pgqueue.queues, int) is
-'Takes up to wanted tokens of a queue and returns their number. Claims take turns: each holds a lock while it changes
-the register. A rollback does not return tokens.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
@@ -10167,9 +10129,6 @@ begin
     return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
-comment on function pgqueue._ack_open_batch(pgqueue.streams) is
-'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
-the archive if on_ack of the stream, or else the queue, says so.';
 
 create function pgqueue._after_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -10253,9 +10212,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims up to max_messages ready messages, or about max_bytes of them, for a stream. Returns the stream with them as its
-open batch, or without an open batch if none were ready.';
 
 create function pgqueue.stream_claim(
     queue_name pgqueue.queue_of_consumer,
@@ -11167,8 +11123,7 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, directly or by a pattern, each once, in the
-order in which they are locked.';
+'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
 create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean

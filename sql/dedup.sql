@@ -59,7 +59,7 @@ begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue.
-    return query execute format('
+    for key, id, is_taken, is_locked in execute format('
         select u.key, k.id,
             pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
             k.xmax <> 0
@@ -75,7 +75,10 @@ begin
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
         end)
-    using q, period, keys, at, new_ids, gone;
+    using q, period, keys, at, new_ids, gone
+    loop
+        return next;
+    end loop;
 end;
 $$;
 comment on function pgqueue._read_dedup_keys(pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[]) is
@@ -130,8 +133,8 @@ declare
     -- The keys that this call has or tries to take, each with the message that gets it, and those that others have.
     own_keys text[];
     own_ids bigint[];
-    lost_keys text[] := '{}';
-    lost_ids bigint[] := '{}';
+    lost_keys text[] := '{}'::text[];
+    lost_ids bigint[] := '{}'::bigint[];
     open_keys text[];
     open_ids bigint[];
     added bigint[];

@@ -41,9 +41,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     is_housekeeping constant boolean := event = 'housekeeping';
-    register constant regclass :=
-        case when is_housekeeping then 'pgqueue.next_housekeeping_at' else 'pgqueue.next_maintenance_at' end;
-    pause constant interval := case when is_housekeeping then '1 h' else '1 s' end;
+    register constant regclass := case
+        when is_housekeeping then 'pgqueue.next_housekeeping_at'::regclass else 'pgqueue.next_maintenance_at'::regclass end;
+    pause constant interval := case when is_housekeeping then interval '1 h' else interval '1 s' end;
     longest_micros constant bigint := case when is_housekeeping then 3600000000 else 60000000 end;
     handler regproc;
 begin
