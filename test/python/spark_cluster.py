@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from late_workers import completed
+from pyspark import TaskContext
 
 from pgqueue.spark import copy_to_arrow
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter
@@ -45,21 +46,35 @@ def meet(queue: str, point: str) -> None:
         time.sleep(60)  # Spark ends this process: its executor is lost, or another attempt has succeeded.
 
 
+def application(executor: psutil.Process) -> str:
+    words = executor.cmdline()
+    return words[words.index("--app-id") + 1]
+
+
 def executors(mine: psutil.Process) -> set[psutil.Process]:
     """Return the executors of the application to which one belongs."""
-    words = mine.cmdline()
-    application = words[words.index("--app-id") + 1]
+    its = application(mine)
     # process_iter skips a process that ended, and gives a zombie no command line.
-    return {one for one in psutil.process_iter(["cmdline"]) if application in (one.info["cmdline"] or ())}
+    return {one for one in psutil.process_iter(["cmdline"]) if its in (one.info["cmdline"] or ())}
 
 
 def outlast_an_executor(mine: psutil.Process) -> None:
-    """Wait until another executor of the application has ended, as dynamic allocation ends idle ones."""
-    seen: set[psutil.Process] = set()
+    """Wait until the executor of the other task of this stage was removed, as dynamic allocation removes idle ones.
+
+    The event log has this also if it happens before the first look.
+    """
+    context = TaskContext.get()
+    assert context is not None
+    (log,) = Path(os.environ["PGQUEUE_TEST_DIR"], "events").glob(f"{application(mine)}*")
     while True:
-        running = executors(mine)
-        seen |= running - {mine}
-        if seen - running:
+        events = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        ended = {
+            event["Task Info"]["Executor ID"]
+            for event in events
+            if event["Event"] == "SparkListenerTaskEnd" and event["Stage ID"] == context.stageId()
+        }
+        removed = {event["Executor ID"] for event in events if event["Event"] == "SparkListenerExecutorRemoved"}
+        if ended & removed:
             return
         time.sleep(0.1)
 

@@ -40,6 +40,9 @@ HURRY = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 DAEMON = {"SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": HURRY}
 NUMBERS = (1000, 1000, sum(range(1000)))
 HOSTS = ("127.0.0.1", "127.0.0.2")
+# Seconds for a program that starts several processes of Spark and Python one after the other: a limit for hangs, which
+# no load reaches.
+LONG = 4 * PATIENCE
 
 
 def free_port() -> int:
@@ -204,7 +207,7 @@ def connect(cluster: Cluster) -> str:
 
 def run(command: list[Any], environment: dict[str, str], home: Path) -> list[Any]:
     """Run a program, and return the values that it prints, each as JSON in a line of its own."""
-    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=2 * PATIENCE)
+    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -321,6 +324,10 @@ def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released
         found = [numbers(connection, queue, column) for queue, column in columns.items()]
         return [*found, Queue(connection, name).stats().acknowledged_total]
 
+    def released() -> list[tuple[int, int]]:
+        """The tasks that have succeeded, each as often as it did."""
+        return [attempt.task for attempt in cluster.attempts(f"{name}-released") if attempt.end == "Success"]
+
     settings = {
         "spark.dynamicAllocation.enabled": "true",
         "spark.dynamicAllocation.shuffleTracking.enabled": "true",
@@ -338,9 +345,11 @@ def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released
         assert driver.poll() is None, (cluster.home / "driver.log").read_text()
         return not_met(cluster, faults) == []
 
-    wait_for(are_met, PATIENCE)
+    wait_for(are_met, LONG)
+    # A killed driver writes no more into its event log.
+    wait_for(lambda: len(released()) >= 2, PATIENCE)
+    assert len(released()) == len(set(released())) == 2
     kill(driver.pid)
-    wait_for(lambda: [attempt.end for attempt in cluster.attempts(f"{name}-released")] == ["Success"] * 2)
     assert state() == [NUMBERS, NUMBERS, (0, 0, None), 0]
     client("drive", {}, name)
     assert state() == [NUMBERS, NUMBERS, NUMBERS, 1000]
