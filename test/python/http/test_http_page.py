@@ -405,6 +405,19 @@ def test_a_form_without_valid_ids_deletes_nothing(web: Server, queue: str, sql: 
     assert sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(0,)]
 
 
+def test_of_many_recorded_failures_the_last_ones_are_shown(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    """A producer can send thousands with each message, and the page shows twenty messages."""
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    failures = {"pgqueue.failures": [{"attempt": number} for number in range(3000)]}
+    given = [name, psycopg.types.json.Jsonb(failures)]
+    sql.execute("select pgqueue.enqueue(%s, '1', headers => %s) from generate_series(1, 20)", given)
+    shown = web.get("/queue", params=at | {"state": "ready"}).text
+    assert shown.count("<b>Attempt") == 20 * 20
+    assert shown.count("<b>Attempt 2999</b>") == shown.count("<b>Attempt 2980</b>") == 20
+
+
 def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     for headers in (

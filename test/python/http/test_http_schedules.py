@@ -37,9 +37,6 @@ def test_messages_are_cancelled_by_id_and_by_key(web: Server, queue: str) -> Non
     assert post(web, queue, "cancel_by_key", {"dedup_key": "order-2"}).json() == {"cancelled": False}
     stats = web.get(f"/v1/queues/{queue}/stats").json()
     assert (stats["ready_messages"], stats["scheduled_messages"]) == (0, 0)
-
-
-def test_a_claimed_message_is_not_cancelled(web: Server, queue: str) -> None:
     (sent,) = post(web, queue, "enqueue", {"messages": [{"payload": 1}]}).json()["message_ids"]
     (claimed,) = post(web, queue, "claim", {}).json()["messages"]
     assert post(web, queue, "cancel", {"id": sent}).json() == {"cancelled": False}

@@ -7,13 +7,15 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from served import Server, Site, in_process, new_name
+from served import ADMIN, SERVICE, Server, Site, in_process, locked, new_name, waiters
 
 import pgqueue
 from pgqueue._tasks import end_tasks
@@ -304,6 +306,30 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
                 await made.target("one", sql.info.dbname).__aenter__()
             assert now == most
     await made.close()
+
+
+@LONG
+def test_searches_of_two_users_leave_connections_to_the_database_to_others(site: Site, tmp_path: Path) -> None:
+    """The searches wait for a lock that does not concern the message that is sent meanwhile."""
+    users = {"one": ["reader:*"], "two": ["reader:*"], "sender": ["producer:*"]}
+    limits = {"connections": 6, "database_seconds": 600, "request_seconds": 600}
+    name = new_name()
+    with in_process(site.configuration(tmp_path, limits=limits, users=users)) as web:
+        web.create(name)
+        place = {"service": SERVICE, "database": site.databases[0], "name": name, "state": "dead", "id": "1"}
+
+        def search(user: str) -> int:
+            return web.get("/queue", params=place, auth=(user, ADMIN[1])).status_code
+
+        with ThreadPoolExecutor(16) as threads:
+            with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
+                searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
+                web.until(lambda: len(waiters(site.target, "%pgqueue.stats(%")) >= 3)  # of 6 connections
+                path = f"/v1/queues/{name}/enqueue"
+                answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
+                assert answer.status_code == 201, answer.text
+                assert not any(each.done() for each in searches)
+            assert [each.result(PATIENCE) for each in searches] == [200] * 16
 
 
 # Metrics of a server

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
@@ -17,13 +17,8 @@ from .edge import Edge
 from .managed import routes as managed_routes
 from .managed.agent import Agent
 from .metrics import Metrics, Sampler
-from .page import actions as page_actions
-from .page import docs as page_docs
-from .page import forms as page_forms
-from .page import health as page_health
+from .page import actions, docs, forms, health, schedules, session
 from .page import routes as page_routes
-from .page import schedules as page_schedules
-from .page import session as page_session
 from .page.requests import error_page
 from .security.admission import Admission
 from .security.sessions import Sessions
@@ -31,18 +26,8 @@ from .security.tokens import Tokens
 from .settings import Settings
 
 Role = Literal["all", "controller"]
-_ROOMS = (
-    direct_routes,
-    managed_routes,
-    operations,
-    page_routes,
-    page_forms,
-    page_health,
-    page_schedules,
-    page_actions,
-    page_session,
-    page_docs,
-)
+_PAGES: Final = (page_routes, forms, health, schedules, actions, session, docs)
+_ROOMS: Final = (direct_routes, managed_routes, operations, *_PAGES)
 
 
 class Application(Starlette):

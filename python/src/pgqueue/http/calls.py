@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from .._listener import NotificationListeners
 from .databases import Databases
 from .decoding import check_shape, check_text, convert, decode
-from .errors import ApiError, database_not_found, from_http_status, service_not_found
+from .errors import ApiError, database_not_found, from_http_status, queue_not_found, service_not_found
 from .idempotency import EffectKey, fingerprint
 from .memory import BodyMemory, run_beside
 from .metrics import Metrics, Sampler
@@ -95,6 +95,19 @@ def find_database(service: Service, name: str | None) -> str:
     return name
 
 
+def find_queue(context: Context, service: str | None, database: str | None, name: str) -> tuple[str, str, str]:
+    """The service, the database and the name of a queue. The database is not asked whether it exists.
+
+    Raises `ApiError`: 404, or 403 if the user lacks the access.
+    """
+    found = find_service(context, service)
+    place = found.id, find_database(found, database), name
+    if not is_queue_name(name) or name == context.settings.tasks.queue:
+        raise queue_not_found(name)
+    current().check(*place)
+    return place
+
+
 class Call(Request):
     """A request of a route. `names` are those in its path."""
 
@@ -112,7 +125,6 @@ class Call(Request):
         self.context = context
         self.table = table
         self.names = names
-        self._content: bytearray | None = None
 
     @property
     def memory(self) -> BodyMemory:
@@ -120,18 +132,12 @@ class Call(Request):
         memory: BodyMemory = self.scope["body_memory"]
         return memory
 
-    async def content(self) -> bytearray:
-        """The bytes of the body. Raises `starlette.requests.ClientDisconnect`."""
-        if self._content is None:
-            content = bytearray()
-            async for part in self.stream():
-                content += part
-            self._content = content
-        return self._content
+    async def json_of(self, model: type[T]) -> tuple[T, bytes]:
+        """The struct in the body, and the body without a byte order mark.
 
-    async def json_of(self, model: type[T]) -> tuple[T, bytearray]:
-        """The struct in the body, and the body without a byte order mark. Raises `ApiError`."""
-        body = (await self.content()).removeprefix(_BOM)
+        Raises `ApiError`, and `starlette.requests.ClientDisconnect`.
+        """
+        body = (await self.body()).removeprefix(_BOM)
         if not body:
             raise ApiError(422, "invalid", "body is missing; must be a JSON object", "body", None, "a JSON object")
         kind = self._given.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -169,12 +175,12 @@ class Call(Request):
             limit = "1 to 255 visible ASCII characters"
             message = f"Idempotency-Key is invalid; must be {limit}"
             raise ApiError(422, "invalid", message, "Idempotency-Key", key, limit)
-        body = await self.content()
-        parts = self.method.encode(), self.scope["path"].encode(), self.scope["query_string"], bytes(body)
+        body = await self.body()
+        parts = self.method.encode(), self.scope["path"].encode(), self.scope["query_string"], body
         return EffectKey(f"user:{current().name}", key, await run_beside(len(body), fingerprint, *parts))
 
 
-def _read(model: type[T], body: bytearray) -> T:
+def _read(model: type[T], body: bytes) -> T:
     check_text(body)
     check_shape(body)
     return decode(model, body)

@@ -72,7 +72,7 @@ async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple
     return rows
 
 
-def as_json(body: bytes | bytearray) -> str | Jsonb:
+def as_json(body: bytes) -> str | Jsonb:
     """JSON of a request as the value of a parameter of type jsonb. PostgreSQL reads its text, with all its digits."""
     return Jsonb(body, bytes) if len(body) > LARGE_BYTES else body.decode()
 
@@ -206,22 +206,14 @@ class Databases:
             raise service_not_found(id)
         return service
 
-    def conninfo(self, service: str, database: str) -> str:
-        """The connection string of a database of a service, for a connection outside of the pool. Raises as `target`
-        does.
-        """
-        found = self.service(service)
-        if database not in found.databases:
-            raise database_not_found(database, found.databases)
-        return self._complete(make_conninfo(found.dsn, dbname=database))
-
-    @property
-    def control_conninfo(self) -> str:
-        """The connection string of the control database."""
-        return self._complete(self._settings.control_dsn)
-
-    def _complete(self, dsn: str) -> str:
-        limits = self._settings.limits
+    def conninfo(self, place: Place) -> str:
+        """The connection string of a database, for a connection outside of the pool. Raises as `target` does."""
+        dsn, limits = self._settings.control_dsn, self._settings.limits
+        if place is not None:
+            service, database = self.service(place[0]), place[1]
+            if database not in service.databases:
+                raise database_not_found(database, service.databases)
+            dsn = make_conninfo(service.dsn, dbname=database)
         return complete_conninfo(
             dsn,
             "pgqueue serve",
@@ -265,8 +257,7 @@ class Databases:
     def _pool(self, place: Place) -> _Pool:
         pool = self._pools.get(place)
         if pool is None:
-            conninfo = self.conninfo(*place) if place else self.control_conninfo
-            pool = self._pools[place] = _Pool(place, conninfo, self._settings.limits)
+            pool = self._pools[place] = _Pool(place, self.conninfo(place), self._settings.limits)
         return pool
 
     @asynccontextmanager

@@ -49,7 +49,7 @@ class Violation(ValueError):
         self.is_missing = is_missing
 
 
-def decode(model: type[T], body: bytes | bytearray) -> T:
+def decode(model: type[T], body: bytes) -> T:
     """The struct in a body that `check_text` and `check_shape` have passed. Raises `ApiError`: 400 or 422."""
     decoder: msgspec.json.Decoder[T] = _decoder(cast("Any", model))
     try:
@@ -98,7 +98,7 @@ def _number(text: str) -> float | str:
 _WHOLE: Final = msgspec.json.Decoder(float_hook=_whole)
 
 
-def _read(body: bytes | bytearray) -> Any:
+def _read(body: bytes) -> Any:
     """Parse JSON; a number that Python would change stays a text. Raises `ValueError` and `RecursionError`."""
     return json.loads(
         body.decode(),
@@ -108,7 +108,7 @@ def _read(body: bytes | bytearray) -> Any:
     )
 
 
-def check_text(body: bytes | bytearray) -> None:
+def check_text(body: bytes) -> None:
     """Raise `ApiError` for a body that is no text: 415 if it is compressed, 400 if it is not UTF-8."""
     if body.startswith(_GZIP):
         message = "the body is compressed with gzip: send it without compression"
@@ -120,7 +120,7 @@ def check_text(body: bytes | bytearray) -> None:
             raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
 
 
-def check_shape(body: bytes | bytearray) -> None:
+def check_shape(body: bytes) -> None:
     """Raise `ApiError` for JSON with too many values or digits, or too deep ones, before it is parsed."""
     if len(body) > _FEW and b"0e" in body.translate(_SHAPES):
         digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
@@ -163,7 +163,7 @@ def _nesting_error() -> ApiError:
     return ApiError(400, "malformed_json", message, "body", f"over {DEPTH_LIMIT} levels", f"{DEPTH_LIMIT} levels")
 
 
-def _malformed(body: bytes | bytearray) -> ApiError:
+def _malformed(body: bytes) -> ApiError:
     """The error for a body that msgspec cannot parse; Python's parser says more about it."""
     try:
         value = _read(body)

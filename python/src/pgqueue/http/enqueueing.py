@@ -81,7 +81,7 @@ class MessageIds(Struct):
 async def enqueue_messages(
     connection: AsyncConnection[Any],
     queue: str,
-    request: bytes | bytearray,
+    request: bytes,
     is_one: bool = False,
     is_plain: bool = True,
 ) -> list[int]:
@@ -93,7 +93,7 @@ async def enqueue_messages(
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
 
-async def check_sizes(connection: AsyncConnection[Any], request: bytes | bytearray) -> None:
+async def check_sizes(connection: AsyncConnection[Any], request: bytes) -> None:
     """Raise `ApiError` 413 for a payload over 256 KB, in the form in which PostgreSQL writes it. An agent could report
     it only later.
     """
@@ -103,7 +103,7 @@ async def check_sizes(connection: AsyncConnection[Any], request: bytes | bytearr
         raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", limit)
 
 
-def are_large(messages: Sequence[object], body: bytes | bytearray) -> bool:
+def are_large(messages: Sequence[object], body: bytes) -> bool:
     """Whether messages are so large on average that a claim of many can be large."""
     return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
 

@@ -134,6 +134,8 @@ def _missing_right(detail: str) -> str:
     return f"the database role of the server lacks {_RIGHTS[found[1]]} on the {found[1]} {found[2]}: {remedy}"
 
 
+NO_SCHEMA: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction
+_NOT_STORABLE: Final = psycopg.DataError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex
 # Exceptions, and the status, code, message and field of their answers. {} is the message of PostgreSQL.
 _KNOWN: Final[list[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str, str, str | None]]] = [
     (ScheduleNotFound, 404, "schedule_not_found", "{}", "name"),
@@ -141,21 +143,9 @@ _KNOWN: Final[list[tuple[type[BaseException] | tuple[type[BaseException], ...], 
     (ScheduleExists, 409, "schedule_exists", "{}", "name"),
     (QueueBusy, 409, "queue_busy", "{}: try again", None),
     (psycopg.errors.LockNotAvailable, 503, "transaction_conflict", f"{_LOCKED}: try again", None),
-    (
-        (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction),
-        404,
-        "queue_not_found",
-        _NOT_INSTALLED,
-        "database_name",
-    ),
+    (NO_SCHEMA, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
     (psycopg.errors.QueryCanceled, 503, "timeout", "the database took too long", None),
-    (
-        (psycopg.DataError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex),
-        422,
-        "invalid",
-        "PostgreSQL cannot store this: {}",
-        "body",
-    ),
+    (_NOT_STORABLE, 422, "invalid", "PostgreSQL cannot store this: {}", "body"),
 ]
 
 

@@ -25,6 +25,7 @@ from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueStats
 from .databases import Connection, Databases
+from .errors import NO_SCHEMA
 from .settings import Settings
 
 logger = logging.getLogger("pgqueue.http")
@@ -183,7 +184,7 @@ class Sampler:
                 found = await AsyncQueues(connection).stats()
                 await self._sweep(place, connection, found)
                 ((last,),) = await (await connection.execute(_LAST_ID)).fetchall()
-        except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+        except NO_SCHEMA:
             found, last = [], None  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:

@@ -148,7 +148,7 @@ async def _wait_for(targets: list[Target], body: Claim, seconds: float) -> Answe
         channels = [await AsyncQueue(connection, each.name).channel() for each in targets]
         proxied = is_proxied(connection)
     interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
-    conninfo = context.databases.conninfo(target.service, target.database)
+    conninfo = context.databases.conninfo((target.service, target.database))
     stopping = asyncio.create_task(context.stopping.wait())
     try:
         async with context.listeners.waiter(conninfo, channels) as waiter:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Final
 
-import psycopg
 from msgspec import Raw
 from msgspec.json import encode
 
@@ -11,7 +10,7 @@ from ...client import AsyncQueue, AsyncQueues
 from ..calls import Call, Operation
 from ..databases import LARGE_BYTES, Connection, as_json, fetch
 from ..enqueueing import PAYLOAD_LIMIT, PUBLISH, MessageIds, are_large, enqueue_messages, naming
-from ..errors import ApiError
+from ..errors import NO_SCHEMA, ApiError
 from ..idempotency import Answer
 from ..security.rights import ALL, CONSUMER, LISTS, PRODUCER, READER, SEES, SUBSCRIBER, Need, current, forbidden
 from . import structs
@@ -75,7 +74,7 @@ async def list_queues(call: Call) -> Answer:
     try:
         async with context.databases.target(service, database) as connection:
             queues = await AsyncQueues(connection).list_queues()
-    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+    except NO_SCHEMA:
         queues = []  # pgqueue is not installed there yet
     hidden, sees = context.settings.tasks.queue, current().sees
     seen = [settings_of(each) for each in queues if each.name != hidden and sees(service, database, each.name)]

@@ -11,12 +11,12 @@ from typing import Any, Final
 from msgspec import Raw, Struct
 from msgspec.json import encode
 
-from ..calls import Call, Operation, Routes, find_database, find_service, is_queue_name
+from ..calls import Call, Operation, Routes, find_database, find_queue, find_service
 from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import MessageIds, naming
-from ..errors import ApiError, queue_not_found
+from ..errors import ApiError
 from ..idempotency import Answer, EffectKey, run_once
-from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need, current
+from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need
 from . import structs
 from .structs import storable_text, text_of
 
@@ -36,7 +36,7 @@ class Target:
     database: str
     name: str
     key: EffectKey | None = None
-    body: bytearray | bytes = b""
+    body: bytes = b""
 
     def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to the database of the queue, as `Databases.target` has it."""
@@ -62,18 +62,14 @@ class Target:
 
 def database_of(call: Call) -> tuple[str, str]:
     """The service and the database of a request. Raises `ApiError` 404."""
-    query = call.query_params if call.scope["query_string"] else {}
-    service = find_service(call.context, query.get("service_id"))
-    return service.id, find_database(service, query.get("database_name"))
+    service = find_service(call.context, call.query_params.get("service_id"))
+    return service.id, find_database(service, call.query_params.get("database_name"))
 
 
 def target_of(call: Call, queue_name: str) -> Target:
     """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
-    service, database = database_of(call)
-    if not is_queue_name(queue_name) or queue_name == call.context.settings.tasks.queue:
-        raise queue_not_found(queue_name)
-    current().check(service, database, queue_name)
-    return Target(call, service, database, queue_name)
+    query = call.query_params if call.scope["query_string"] else {}
+    return Target(call, *find_queue(call.context, query.get("service_id"), query.get("database_name"), queue_name))
 
 
 def verb(

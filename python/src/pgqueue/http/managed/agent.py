@@ -81,7 +81,7 @@ class Agent:
             proxied = is_proxied(connection)
         tasks = self._settings.tasks
         consumer = AsyncConsumer(
-            self._databases.control_conninfo,
+            self._databases.conninfo(None),
             tasks.queue,
             self.handle,
             concurrency=tasks.concurrency,

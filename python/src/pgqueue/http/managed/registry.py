@@ -143,7 +143,7 @@ async def delete(connection: Connection, task_queue: str, service_id: str, name:
 
 
 async def submit(
-    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: bytes | bytearray | None = None
+    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: bytes | None = None
 ) -> UUID:
     """Record a task and send it to the agents in one statement. Returns its id."""
     given = None if request is None else as_json(request)
@@ -166,12 +166,10 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
     return await (await cursor.execute(_START, [id])).fetchone()
 
 
-async def read_request(connection: Connection, id: UUID) -> bytearray:
+async def read_request(connection: Connection, id: UUID) -> bytes:
     """The body of the request of a task, as JSON; an object without members if the task has ended."""
-    body = bytearray()
-    for (part,) in await fetch(connection, _READ_REQUEST, id):
-        body += part.encode()
-    return body or bytearray(b"{}")
+    parts = await fetch(connection, _READ_REQUEST, id)
+    return b"".join(part.encode() for (part,) in parts) or b"{}"
 
 
 async def set_status(

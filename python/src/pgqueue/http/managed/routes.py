@@ -152,7 +152,7 @@ async def _found(connection: AsyncConnection[Any], service: Service, queue_name:
     return row
 
 
-async def _submit(call: Call, service: Service, kind: registry.TaskKind, request: bytearray | None = None) -> Answer:
+async def _submit(call: Call, service: Service, kind: registry.TaskKind, request: bytes | None = None) -> Answer:
     queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
     key = await call.key()
     async with call.context.databases.control(is_large=len(request or b"") > LARGE_BYTES) as connection:

@@ -15,8 +15,8 @@ from ..managed import registry
 from ..metrics import Place
 from ..security.rights import ADMIN
 from .rendering import render
-from .requests import Form, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
-from .search import LOOK_LIMIT, STATES, Filter, find_ids
+from .requests import Form, back_to, explain, message_ids, open_queue, place_of, read_form
+from .search import LOOK_LIMIT, Filter, State, find_ids
 
 ROUTES: Final = Routes()
 REDRIVE_LIMIT: Final = 100_000  # dead letters at a time, as in the API
@@ -34,7 +34,7 @@ _REMOVALS: Final = {"purge_queue": _PURGED, "drop_queue": _PURGED | {"dead_messa
 class _Confirmed(Struct):
     action: str
     of: str = ""
-    state: str = "dead"
+    state: State = "dead"
 
 
 @ROUTES.page("GET", "/queue/confirm", ADMIN)
@@ -46,7 +46,6 @@ async def confirm(call: Call) -> Response:
     """
     place, given = place_of(call), call.parameters(_Confirmed)
     selected = ",".join(call.query_params.getlist("id"))
-    check_choice("state", given.state, STATES)
     _check_action(given.action, _CONFIRMED_ACTIONS)
     if not selected and (given.of == "selected" or given.action == "delete"):
         raise ApiError(422, "invalid", "no message is selected: select at least one", "id")

@@ -3,9 +3,10 @@
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
+from msgspec import Struct
 from psycopg.types.json import Jsonb
 from starlette.responses import RedirectResponse, Response
 
@@ -18,8 +19,8 @@ from ..errors import ApiError
 from ..memory import run_beside
 from ..security.rights import ADMIN, PRODUCER, READER, Need, current
 from .rendering import pretty_json, queue_url, render
-from .requests import Form, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
-from .search import STATES, Filter, search
+from .requests import Form, back_to, explain, message_ids, open_queue, place_of, read_form
+from .search import Filter, State, search
 
 ROUTES: Final = Routes()
 
@@ -160,18 +161,25 @@ async def change_settings(call: Call) -> Response:
     return back_to("queue", place, done="The settings are changed")
 
 
+class _Copied(Struct):
+    """The message whose content the form has."""
+
+    state: State | Literal[""] = ""
+    id: str = ""
+
+
 @ROUTES.page("GET", "/queue/send", PRODUCER)
 async def send_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
     place, given = place_of(call), form or Form()
-    state, copied = call.query_params.get("state", ""), call.query_params.get("id", "")
-    if copied and form is None:
+    copied = call.parameters(_Copied)
+    is_copy = copied.id and form is None
+    if is_copy:
         current().check(*place, READER.accesses)
-        check_choice("state", state, STATES)
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-        if copied and form is None:
-            given = await _copied(queue, state, copied)
+        if is_copy:
+            given = await _copied(queue, copied.state, copied.id)
     fields = [
         # The key of a dead letter can still be taken by the dead letter itself.
         *([] if "replaces" in given else [_DEDUP_KEY]),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ...client import AsyncQueues
 from ...message import Finding
 from ..calls import Call, Context, Routes
-from ..errors import from_database_error
+from ..errors import NO_SCHEMA, from_database_error
 from ..metrics import Place
 from ..security.rights import ALL, Need, current, forbidden
 from .rendering import render
@@ -55,7 +55,7 @@ async def _check(context: Context, service: str, database: str) -> tuple[list[tu
         async with context.databases.target(service, database, is_slow=True) as connection:
             found = await AsyncQueues(connection).doctor()
             return [((service, database, each.queue_name or ""), each) for each in found], None
-    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+    except NO_SCHEMA:
         return [], None  # pgqueue is not installed there yet
     except psycopg.errors.InsufficientPrivilege:
         return [], (service, database, "the role of the service may not call pgqueue.doctor()")

@@ -1,6 +1,6 @@
 """What the routes of the page share: the queue of a request, the fields of a form, and the pages of errors."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -12,11 +12,10 @@ from starlette.types import Scope
 
 from ...client import AsyncQueue
 from ...errors import InvalidArgument
-from ..calls import Call, Context, find_database, find_service, is_queue_name
-from ..errors import ApiError, from_database_error, queue_not_found
+from ..calls import Call, Context, find_queue
+from ..errors import ApiError, from_database_error
 from ..memory import run_beside
 from ..metrics import Place
-from ..security.rights import current
 from .rendering import queue_url, render
 from .search import MAX_ID
 
@@ -31,13 +30,6 @@ class _Place(Struct):
     name: str
 
 
-def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
-    """Raise `ApiError` 422 unless the value is one of the choices."""
-    if value not in choices:
-        limit = f"one of {', '.join(choices)}"
-        raise ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, value, limit)
-
-
 def back_to(path: str, place: Place, **more: object) -> RedirectResponse:
     """The redirect from an action on a queue to a page; more are parameters of its URL."""
     return RedirectResponse("../" + queue_url(path, place, **more), 303)
@@ -46,13 +38,7 @@ def back_to(path: str, place: Place, **more: object) -> RedirectResponse:
 def place_of(call: Call) -> Place:
     """The queue of a page. Raises `ApiError`: 404, 422, or 403 if the user lacks the access."""
     given = call.parameters(_Place)
-    service, database, name = given.service, given.database, given.name
-    found = find_service(call.context, service)
-    find_database(found, database)
-    if not is_queue_name(name) or name == call.context.settings.tasks.queue:
-        raise queue_not_found(name)
-    current().check(service, database, name)
-    return service, database, name
+    return find_queue(call.context, given.service, given.database, given.name)
 
 
 @asynccontextmanager
@@ -67,7 +53,7 @@ async def read_form(call: Call) -> Form:
     """The fields of a form, without empty ones. The values of a field that is there several times have commas between
     them.
     """
-    text = (await call.content()).decode(errors="replace")
+    text = (await call.body()).decode(errors="replace")
     try:
         found = await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:

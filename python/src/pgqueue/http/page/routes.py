@@ -5,7 +5,7 @@ import json
 import re
 import time
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
 
 import psycopg
@@ -21,8 +21,8 @@ from ..managed import registry
 from ..memory import run_beside
 from ..security.rights import LISTS, READER, current
 from .rendering import Row, build_rows, pretty_json, render
-from .requests import check_choice, message_ids, open_queue, place_of
-from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
+from .requests import message_ids, open_queue, place_of
+from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, State, error_groups, search
 
 ROUTES: Final = Routes()
 
@@ -34,6 +34,14 @@ _SORTS: Final = {"": "Name", "ready_messages": "Ready", "dead_messages": "Dead",
 _TOTALS: Final = ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters that text does not have
 _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
+
+
+class _Wanted(Struct):
+    """Which queues the table shows, in which order, and what a request has done."""
+
+    find: str = ""
+    sort: Literal["", "ready_messages", "dead_messages", "oldest_age_seconds"] = ""
+    done: str = ""
 
 
 @ROUTES.page("GET", "/", LISTS)
@@ -49,8 +57,8 @@ async def table(call: Call) -> Response:
 
 
 async def _table(call: Call, template: str) -> Response:
-    context, find, sort = call.context, call.query_params.get("find", ""), call.query_params.get("sort", "")
-    check_choice("sort", sort, _SORTS)
+    context, wanted = call.context, call.parameters(_Wanted)
+    find, sort = wanted.find, wanted.sort
     try:
         async with context.databases.control() as connection:
             registered = await registry.list_all(connection)
@@ -72,7 +80,7 @@ async def _table(call: Call, template: str) -> Response:
         "has_queues": bool(seen),
         "control_fails": registered is None,
         "failing": sorted(each for each in context.sampler.failing if sees(*each)),
-        "done": call.query_params.get("done", "")[:200],
+        "done": wanted.done[:200],
     }
     return await run_beside(len(shown) * _ROW_CHARACTERS, render, template, call.scope, **values)
 
@@ -80,7 +88,7 @@ async def _table(call: Call, template: str) -> Response:
 class _Shown(Struct):
     """What a page of a queue shows."""
 
-    state: str = ""
+    state: State | Literal[""] = ""
     after: Annotated[int, Meta(ge=0, le=MAX_ID)] | None = None
     done: str = ""
 
@@ -89,7 +97,6 @@ class _Shown(Struct):
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
     context, place, wanted, shown = call.context, place_of(call), Filter.of(call), call.parameters(_Shown)
-    check_choice("state", shown.state or "ready", STATES)
     samples = context.sampler.samples(place)
     found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
     async with open_queue(context, place, is_slow=True) as opened:
@@ -127,7 +134,7 @@ async def queue(call: Call) -> Response:
 
 
 class _Message(Struct):
-    state: str
+    state: State
     id: str
 
 
@@ -135,7 +142,6 @@ class _Message(Struct):
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
     place, given = place_of(call), call.parameters(_Message)
-    check_choice("state", given.state, STATES)
     wanted = message_ids(given.id)[0]
     async with open_queue(call.context, place) as opened:
         found = await search(opened.connection, opened.name, given.state, Filter(id=wanted), 1, PAYLOAD_LIMIT)

@@ -6,7 +6,7 @@ the messages in the order of their ids, and a later search can continue it.
 # ruff: noqa: S608 - what is put into statements are columns, conditions and statements of this package
 
 from collections.abc import Callable
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import psycopg
 from msgspec import Meta, Struct
@@ -29,6 +29,7 @@ STATES: Final = {
     "dead": "Dead",
     "archived": "Archived",
 }
+State = Literal["ready", "inflight", "scheduled", "dead", "archived"]
 _VERBS: Final[dict[str, Callable[..., _calls.Bound[Any]]]] = {
     "dead": _calls.browse_dead_messages,
     "archived": _calls.browse_archived_messages,
