@@ -256,6 +256,24 @@ KINDS = {
 }
 
 
+REQUEST = "insert into pgqueue.compactions (tried_at, table_name, outcome) values (now(), '_to_micros', null)"
+
+
+def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
+    """Make a queue with something for each kind of housekeeping."""
+    with patient(connection, "expose_transport"):
+        connection.execute("select pgqueue.expose_transport(q.name) from pgqueue.create_queue(%s) q", [queue])
+    connection.execute(f"insert into \"{queue}\" (headers, body) values ('{{}}', 'x')".encode())
+    connection.execute("select pgqueue.create_result(%s, 1, gen_random_uuid(), expires_in => '0')", [queue])
+    connection.execute("select pgqueue.sink_stage(%s, gen_random_uuid(), 0, 0)", [queue])
+    connection.execute("select pgqueue.create_schedule(%s, %s, '@yearly')", [queue, queue])
+    connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", [queue])
+    connection.execute("set session_replication_role = replica")  # no trigger adds the tick or takes the request
+    connection.execute("delete from pgqueue.scheduled_messages where queue_name = %s", [queue])
+    connection.execute(f"delete from pgqueue.compactions; {REQUEST}, ('1970-01-01', 'any', 'busy')".encode())
+    connection.execute("reset session_replication_role")
+
+
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
     connection: psycopg.Connection[Any], database: str, name: str, settings: str
@@ -289,6 +307,9 @@ def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
     connection.execute(requeue, [name, [ready, gone]])
     connection.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01' where queue_name = %s", [name])
 
+    other = f"{name}-other"
+    leave_housekeeping(connection, other)
+
     claim = "select id from pgqueue.claim(%s, 10)"
     everything_is_due = (
         "select setval(q.next_sweep_at, 1), setval(q.first_due_at, 1), setval('pgqueue.next_maintenance_at', 1),"
@@ -300,6 +321,7 @@ def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
         " setval(q.fresh_from_id, case when q.priorities then 4611686018427387904 else 1 end)"
         " from pgqueue.queues q where q.name = %s"
     )
+    next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_maintenance_at'))"
     calls: list[tuple[str, tuple[object, ...], object]] = [
         (claim, (name,), None),
         (claim, (dead_letters,), None),
@@ -310,14 +332,26 @@ def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
         *[("select pgqueue.cancel_by_key(%s, %s)", (name, key), False) for key in ("key", "delayed")],
         *[("select pgqueue.reschedule(%s, %s, now())", (name, each), False) for each in (ready, delayed, retried)],
         *[("select pgqueue.record_failure(%s, %s, 1)", (name, each), False) for each in (ready, due)],
+        ("select pgqueue.purge_results(%s)", (other,), 0),
+        ("select pgqueue.sweep_staged('0')", (), 0),
+        ("select pgqueue.advance_transport(%s)", (other,), 1),
+        ("select pgqueue._on_housekeeping_due_schedules(now())", (), ""),
+        (f"select {next_at} < now() + '30 s' from pgqueue._compact_overgrown(now())", (), True),
+        ("select count(*) from pgqueue.scheduled_messages where queue_name = %s", (other,), 0),
     ]
     if "max_in_flight" not in settings:
         calls.append(("select id from pgqueue.receive(%s, 10)", (name,), None))
     connection.execute("set lock_timeout = '2 s'")
     lock = "select from pgqueue.{} where queue_name = any (%s) for update"
-    with connect(database) as other, connect(database) as recording, other.transaction():
+    with connect(database) as locking, connect(database) as recording, locking.transaction():
         for table in ("messages", "scheduled_messages", "dead_messages", "requeued_messages"):
-            other.execute(lock.format(table).encode(), [[name, dead_letters]])
+            locking.execute(lock.format(table).encode(), [[name, dead_letters]])
+        for table in ("results", "schedules", "staged_attempts", "transports"):
+            locking.execute(lock.format(table).encode(), [[other]])
+        locking.execute("select from pgqueue.compactions for update")
+        connection.execute(REQUEST)
+        done = "select count(*) from pgqueue.compactions where table_name = '_to_micros' and outcome is null"
+        assert value(done) == 1
         with recording.transaction():
             recording.execute(lock.format("sweep_state").encode(), [[name, dead_letters]])
             connection.execute(everything_is_due.encode(), [[name, dead_letters]])

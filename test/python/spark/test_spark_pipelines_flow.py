@@ -110,8 +110,10 @@ def test_invalid_arguments_are_named(spark: Any, database: str, busy: str, tmp_p
     for wrong in ({"window": 3600}, {"window": timedelta(0)}, {"since": "2026-01-01"}, {"until": 1}):
         with pytest.raises(OptionError, match=f"invalid .*{next(iter(wrong))}"):
             flow_report(spark, [busy], dsn=database, **wrong)
-    with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
-        dead_letter_report(read_dead_letters(spark, [busy], dsn=database), timedelta(seconds=-1))
+    letters = read_dead_letters(spark, [busy], dsn=database)
+    for window in (timedelta(0), timedelta(seconds=-1)):
+        with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
+            dead_letter_report(letters, window)
     path = str(tmp_path)
     for call in (
         lambda: flow_report(spark, busy, dsn=database),
