@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import psutil
@@ -147,80 +146,6 @@ def drain(dsn: str, queue: str, number: int) -> list[int]:
                 acked += ids
             elif is_empty(connection, queue):
                 return acked
-
-
-def code_of(error: psycopg.Error) -> str:
-    """The code of an error of pgqueue, and the message of any other."""
-    return str(error.sqlstate) if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}"
-
-
-def disturbed(dsn: str, queues: list[str], stop: Event, seed: int, errors: list[str]) -> None:
-    """Use queues that come and go, alone and two in one transaction; adds the SQLSTATEs of the errors met to a list."""
-    chance = random.Random(seed)
-    with connect(dsn) as connection:
-        held: list[tuple[str, int, Any]] = []
-
-        def use(queue: str) -> None:
-            kind = chance.random()
-            if kind < 0.3:
-                connection.execute("select pgqueue.enqueue(%s, '1')", (queue,))
-            elif kind < 0.4:
-                connection.execute("select pgqueue.enqueue_batch(%s, array['1', '2', '3']::jsonb[], '1 ms')", (queue,))
-            elif kind < 0.5:
-                connection.execute("select pgqueue.receive(%s, 3)", (queue,))
-            elif kind < 0.55:
-                connection.execute("select pgqueue.peek(%s), pgqueue.stats(%s)", (queue, queue))
-            elif kind < 0.75 or not held:
-                held.extend((queue, *row[:2]) for row in claim(connection, queue, 5))
-            else:
-                name, number, token = held.pop(chance.randrange(len(held)))
-                verb = chance.choice(
-                    [
-                        "pgqueue.ack(%s, %s, %s)",
-                        "pgqueue.nack(%s, %s, %s, '0')",
-                        "pgqueue.reject(%s, %s, %s)",
-                        "pgqueue.extend(%s, %s, %s)",
-                    ]
-                )
-                if chance.random() < 0.3:
-                    connection.execute(
-                        "select id from pgqueue.exchange(%s, array[%s]::bigint[], %s)", (name, number, token)
-                    )
-                else:
-                    connection.execute(f"select {verb}", (name, number, token))
-
-        while not stop.is_set():
-            try:
-                if chance.random() < 0.7:
-                    use(chance.choice(queues))
-                else:
-                    with connection.transaction():
-                        for queue in chance.sample(queues, 2):
-                            use(queue)
-            except psycopg.Error as error:
-                errors.append(code_of(error))
-
-
-def administer(dsn: str, queues: dict[str, bool], stop: Event, seed: int) -> set[str]:
-    """Purge, drop and create queues (name: dedicated or not) until told to stop; returns the SQLSTATEs met."""
-    chance = random.Random(seed)
-    errors: set[str] = set()
-    with connect(dsn) as connection:
-        while not stop.is_set():
-            queue, dedicated = chance.choice(list(queues.items()))
-            try:
-                verb = chance.choice(["purge_queue", "drop_queue", "purge_dead_messages", "redrive"])
-                connection.execute(f"select pgqueue.{verb}(%s)", (queue,))
-            except psycopg.Error as error:
-                errors.add(code_of(error))
-            try:
-                connection.execute(
-                    "select pgqueue.create_queue(%s, dedicated => %s, if_not_exists => true)", (queue, dedicated)
-                )
-            except psycopg.Error as error:
-                errors.add(code_of(error))
-            stop.wait(chance.random() / 20)
-    return errors
 
 
 def hold(dsn: str, queue: str, verb: str, log: str) -> None:

@@ -194,12 +194,6 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
         assert [order for (order,) in orders] == [1001, 1004][: len(shipping)]
 
 
-def test_the_readme_begins_with_a_few_lines_of_sql_and_python() -> None:
-    first, second, *_ = blocks("README.md")
-    assert (first.language, len(first.code.splitlines())) == ("sql", 5)
-    assert (second.language, len([line for line in second.code.splitlines() if line])) == ("python", 4)
-
-
 def test_a_message_goes_through_the_life_that_the_guarantees_show(pasted: tuple[str, str]) -> None:
     answers = pasted[1].splitlines()
     assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
@@ -208,20 +202,6 @@ def test_a_message_goes_through_the_life_that_the_guarantees_show(pasted: tuple[
     plain = psql(pasted[0], blocks("sql/REFERENCE.md", "sql")[0].code).splitlines()  # claims what it inserted
     assert plain[0] == "3"
     assert plain[1].startswith('3|{"order_id": 1003}|1|')
-
-
-def test_the_query_for_rates_shows_what_happened_between_two_looks(pasted: tuple[str, str]) -> None:
-    (rates,) = [block.code for block in blocks("sql/REFERENCE.md", "sql") if "table earlier" in block.code]
-    first, second = rates.split(";\n", 1)
-    work = """
-        select from pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[20]));
-        select from pgqueue.receive('orders', 5);
-        select from pgqueue.claim('orders', 2) m, pgqueue.reject('orders', m.id, m.claim_token);
-    """
-    name, sent, acknowledged, failed, dead = psql(pasted[0], f"{first};{work}{second}").splitlines()[-1].split("|")
-    assert name == "orders"
-    assert float(sent) > 0
-    assert [round(20 * float(each) / float(sent)) for each in (acknowledged, failed, dead)] == [5, 2, 2]
 
 
 # Without hash and merge joins, and with the statistics of a new table, the planner chooses a nested loop that runs a

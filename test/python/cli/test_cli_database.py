@@ -6,15 +6,12 @@ import re
 import signal
 import stat
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
-import typer
 from clients import PATIENCE, wait_for
 from commands import (
     COMMAND,
@@ -31,7 +28,6 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import _files
-from pgqueue.cli import app
 from pgqueue.embedded import _packaged_bindir
 
 VERSION = pgqueue.__version__
@@ -404,19 +400,6 @@ def test_names_of_queues_are_completed(empty_database: NewDatabase, tmp_path: Pa
     assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
     assert completions("pgqueue stats or", PGQUEUE_HOME=str(tmp_path / "home")) == []
     assert not (tmp_path / "home").exists()
-
-
-def parameters(command: Any) -> Iterator[Any]:
-    """The parameters of a command and of its subcommands."""
-    yield from command.params
-    for subcommand in getattr(command, "commands", {}).values():
-        yield from parameters(subcommand)
-
-
-def test_every_parameter_that_is_a_queue_is_completed() -> None:
-    queues = [each for each in parameters(typer.main.get_command(app)) if (each.metavar or "").startswith("QUEUE")]
-    assert len(queues) > 30
-    assert [each.name for each in queues if each._custom_shell_complete is None] == []
 
 
 def test_an_unknown_queue_is_reported_with_the_most_similar_name(cli: Cli, name: str, orders: pgqueue.Queue) -> None:

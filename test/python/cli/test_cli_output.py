@@ -188,15 +188,6 @@ def test_a_command_without_an_output_changes_nothing(database: str, orders: pgqu
     assert orders.peek() == 1
 
 
-def test_closed_streams_that_a_command_does_not_need_are_no_error(database: str, orders: pgqueue.Queue) -> None:
-    send = f"'{sys.executable}' -m pgqueue send {orders.name}"
-    done = shell(f"{send} 1 2>&- <&- && {send} --file - <&-", PGQUEUE_DSN=database)
-    assert payloads(orders) == [1]
-    assert done.returncode == 2
-    assert "standard input is closed" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(("option", "unbuffered"), [("", "1"), ("--json", "1"), ("--json", "")])
 def test_a_full_disk_is_reported_with_what_has_happened(
     database: str, orders: pgqueue.Queue, option: str, unbuffered: str
@@ -473,14 +464,6 @@ def test_help_is_complete_fits_a_terminal_and_has_a_valid_example(
         call = example.partition("$(")[2].partition(")")[0] or example
         done = in_process("", *shlex.split(call)[1:])
         assert (done.status, len(ran)) == (0, 1), done.err
-
-
-def test_help_lists_the_commands_in_groups() -> None:
-    text = in_process("", "--help").out.partition("\nQueues:\n")[2]
-    headings = ["Queues", *re.findall(r"^([A-Z].*):$", text, re.MULTILINE)]
-    assert headings == ["Queues", "Messages", "Consumers and services", "Topics", "Database"]
-    listed = re.findall(r"^  (\w+)  ", text, re.MULTILINE)
-    assert sorted(listed) == sorted(words[0] for words in commands() if len(words) == 1)
 
 
 def test_version_prints_the_version() -> None:

@@ -59,10 +59,6 @@ def fail_once(delivery):
         raise ValueError("first")
     note(delivery)
 
-def log(delivery):
-    logging.getLogger("orders").warning("at work")
-    print("done", flush=True)
-
 def gate(delivery):
     """Works until a file is there."""
     print("begun", flush=True)
@@ -274,24 +270,12 @@ def test_work_passes_every_option(work: Cli, orders: pgqueue.Queue, monkeypatch:
     monkeypatch.setattr(pgqueue.consumer, "Consumer", Noting)
     orders.enqueue(1)
     options = (
-        *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
-        *("--grace-period", "5s", "--handler-timeout", "1m", "--claimed-by", "me"),
-        *("--peek-delay", "100ms", "--peek-batch-size", "7"),
-        *(
-            "--circuit-breaker-after",
-            "10s",
-            "--give-up-after",
-            "5m",
-            "--liveness-file",
-            "alive",
-            "--immediate-retries",
-            "1",
-            "--delayed-retries",
-            "1",
-        ),
-        *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet"),
+        "--mode lease --concurrency 3 --prefetch 5 --visibility-timeout 1m --no-listen --grace-period 5s"
+        " --handler-timeout 1m --claimed-by me --peek-delay 100ms --peek-batch-size 7 --circuit-breaker-after 10s"
+        " --give-up-after 5m --liveness-file alive --immediate-retries 1 --delayed-retries 1 --retry-delay 1s"
+        " --retry-delay 2s --log-level error --quiet"
     )
-    assert work("note", *options) == (0, "got 1\n", "")
+    assert work("note", *options.split()) == (0, "got 1\n", "")
     assert given[-1] == {
         "mode": "lease",
         "transactional": False,

@@ -2,13 +2,10 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,6 @@ from soak.running import FORCED_COMPACTION
 
 numbers = count(1)
 
-ROWS = "select string_agg(m::text, ',' order by m.id) from pgqueue.messages m"
 FILES = "select array_agg(pg_relation_filenode(t.relation) order by t.relation) from pgqueue._compactable_tables() t"
 
 
@@ -316,49 +312,6 @@ def test_prepare_transaction_does_not_compact(
         owner.execute("commit prepared 'compact'")
     assert value(owner, FILES) == before
     assert [message.payload for message in queue.claim(9)] == [3]
-
-
-def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(embedded: EmbeddedServer) -> None:
-    with connect(embedded.dsn) as connection:
-        connection.execute("create extension pgqueue")
-        connection.execute("select pgqueue.create_queue('a', '1 h')")
-        pgqueue.Queue(connection, "a").enqueue_batch([os.urandom(2000).hex() for _ in range(300)])
-        pgqueue.Queue(connection, "a").claim(100)
-        before = value(connection, ROWS)
-    compact = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
-    done = [0]
-
-    def compact_until_down() -> None:
-        with suppress(psycopg.Error), connect(embedded.dsn) as connection:
-            while True:
-                assert value(connection, compact) == "compacted"
-                done[0] += 1
-
-    for victim in ("server", "backend"):
-        done[0] = 0
-        thread = threading.Thread(target=compact_until_down)
-        with connect(embedded.dsn) as connection:
-            thread.start()
-            wait_for(lambda: done[0] >= 3)
-            others = "select pid from pg_stat_activity where query ~ '_compact_table' and pid <> pg_backend_pid()"
-            pid = value(connection, others)
-        if victim == "server":
-            embedded.kill()
-            embedded.start()
-        else:
-            with connect(embedded.dsn) as other:
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(psycopg.OperationalError):  # The server ends the other sessions, too, and recovers.
-                    other.execute("select pg_sleep(600)")
-        thread.join()
-
-        def rows() -> Any:
-            with suppress(psycopg.OperationalError), connect(embedded.dsn) as connection:
-                return value(connection, ROWS)
-
-        assert wait_for(rows) == before
-    with connect(embedded.dsn) as connection:
-        connection.execute("drop extension pgqueue cascade")
 
 
 @pytest.mark.long(part="engine")

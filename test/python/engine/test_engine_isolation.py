@@ -6,8 +6,6 @@ import psycopg
 import pytest
 from clients import connect
 
-import pgqueue
-
 LEVELS = ["repeatable read", "serializable"]
 
 
@@ -54,20 +52,6 @@ def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, lev
         assert call("select pgqueue.unexpose_transport(%s)") == (True,)
         assert call("select pgqueue.drop_queue(%s)") == (0,)
         assert call("select count(*) from pgqueue.queues where name = %s") == (0,)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_unknown_queue_raises_queue_not_found_at_higher_isolation_levels(
-    database: str, name: str, level: str
-) -> None:
-    with connect(database) as client:
-        client.execute(f"set default_transaction_isolation = '{level}'")
-        for queue in (name, "x" * 100_000, "", None):
-            # stats(null) is about all queues.
-            for call in ("get_queue(%s)", "peek(%s)", "stats(coalesce(%s, ''))", "enqueue(%s, '1')"):
-                client.execute(f"set default_transaction_read_only = {'off' if 'enqueue' in call else 'on'}")
-                with pytest.raises(pgqueue.QueueNotFound):
-                    client.execute(f"select pgqueue.{call}", (queue,))
 
 
 def test_a_snapshot_that_may_miss_a_relation_turns_no_archive_off(

@@ -112,20 +112,3 @@ def test_an_existing_schema_of_another_origin_is_not_adopted(owned: psycopg.Conn
             owned.execute("create extension pgqueue")
     found = owned.execute("select relname from pg_class where relnamespace = 'pgqueue'::regnamespace").fetchall()
     assert found == [("messages",)]
-
-
-def test_an_extension_with_queues_is_not_dropped_without_cascade(owned: psycopg.Connection[Any]) -> None:
-    install(owned, True)
-    with pytest.raises(psycopg.errors.FeatureNotSupported):
-        owned.execute("alter extension pgqueue set schema public")
-    owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
-    with pytest.raises(psycopg.errors.DependentObjectsStillExist):
-        owned.execute("drop extension pgqueue")
-    assert owned.execute("select pgqueue.peek('kept')").fetchone() == (1,)
-    owned.execute("drop extension pgqueue cascade")
-    assert owned.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
-    owned.execute("create schema elsewhere")
-    with pytest.raises(psycopg.Error, match="pg_catalog"):
-        owned.execute("create extension pgqueue schema elsewhere")
-    owned.execute("create extension pgqueue")
-    assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []

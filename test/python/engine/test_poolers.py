@@ -22,7 +22,7 @@ from clients import PATIENCE, is_empty, wait_for
 from commands import in_process
 from consumers import PAIR, Form, Step, prepare, rows, together
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from served import ADMIN, Server, configuration, locked, serving
+from served import ADMIN, Server, configuration, serving
 
 import pgqueue
 from pgqueue import Queue, _connections
@@ -220,20 +220,6 @@ def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
 # Spark
 
 
-def test_a_batch_read_goes_through_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
-    pytest.importorskip("pyspark")
-    from pgqueue.spark.source import PgQueueDataSource
-
-    queue = Queue(connection, name)
-    queue.create_queue()
-    queue.enqueue_batch(list(range(20)))
-    source = PgQueueDataSource({"dsn": bouncer, "queue": name, "numPartitions": "4"})
-    reader: Any = source.reader(source.schema())
-    found = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
-    assert sorted(int(row["payload"]) for row in found) == list(range(20))
-    assert all(abs(datetime.now(UTC) - row["enqueued_at"]) < timedelta(seconds=PATIENCE) for row in found)
-
-
 @pytest.mark.long(part="engine")
 def test_streams_and_writes_of_spark_go_through_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
     pytest.importorskip("pyspark")
@@ -350,14 +336,3 @@ def test_a_long_poll_behind_a_pooler_gets_a_message_that_is_sent_meanwhile(
         queue.enqueue({"n": 1})
         (message,) = claim.result().json()["messages"]
     assert message["payload"] == {"n": 1}
-
-
-@pytest.mark.long(part="engine")
-def test_a_statement_behind_a_pooler_ends_at_the_time_limit(
-    web: Server, database: str, connection: Connection, name: str
-) -> None:
-    Queue(connection, name).create_queue()
-    with locked(database, "lock table pgqueue.messages in access exclusive mode"):
-        answer = web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]})
-    assert answer.status_code == 503, answer.text
-    assert web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]}).status_code == 201

@@ -1,14 +1,10 @@
 """Concurrent sessions: every message leaves exactly once, and queues can be created and dropped meanwhile."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from threading import Event
 from typing import Any
 
 import psycopg
-import pytest
-from clients import administer, connect, disturbed, is_blocked, wait_for
+from clients import connect, is_blocked, wait_for
 
 
 def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
@@ -54,51 +50,3 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
 
         # A sweep stops after 50 ms, in which a busy machine can check fewer than 1,100 messages. Then another follows.
         wait_for(has_claimed_the_others)
-
-
-@pytest.mark.parametrize(
-    "clients", [2, pytest.param(6, marks=pytest.mark.long(part="soak"))], ids=["short", "at length"]
-)
-def test_purging_dropping_and_creating_queues_under_traffic_leaves_no_orphans(
-    empty_database: Callable[[], str], clients: int
-) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection:
-        connection.execute("create extension pgqueue")
-        queues = {"shared": False, "dedicated": True, "other": False}
-        for queue, dedicated in queues.items():
-            connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (queue, dedicated))
-        stop = Event()
-        met: list[list[str]] = [[] for _ in range(clients)]
-        with ThreadPoolExecutor(clients + 2) as pool:
-            users = [pool.submit(disturbed, dsn, list(queues), stop, *each) for each in enumerate(met)]
-            admins = [pool.submit(administer, dsn, queues, stop, seed) for seed in range(2)]
-            try:
-                wait_for(lambda: all(len(errors) >= 5 for errors in met) or any(each.done() for each in users + admins))
-            finally:
-                stop.set()
-            for user in users:
-                user.result()
-            refusals = set().union(*(admin.result() for admin in admins))
-
-        assert set(chain.from_iterable(met)) == {"PQ001"}
-        assert refusals <= {"PQ001", "PQ004"}
-        left = connection.execute(
-            """
-            select o.* from (
-                select 'messages', m.queue_name from pgqueue.messages m
-                union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
-                union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
-                union select 'requeued_messages', r.queue_name from pgqueue.requeued_messages r
-                union select 'sweep_state', w.queue_name from pgqueue.sweep_state w
-            ) as o (table_name, queue_name)
-            where not exists (select from pgqueue.queues q where q.name = o.queue_name)
-            """
-        ).fetchall()
-        assert left == []
-        connection.execute("select pgqueue.drop_queue(q.name) from pgqueue.list_queues() as q")
-        left = connection.execute(
-            "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace"
-            " and relname ~ '[0-9]' and relname !~ '^dedup_keys_'"
-        ).fetchall()
-        assert left == []

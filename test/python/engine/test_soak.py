@@ -12,7 +12,7 @@ from clients import new_seed
 sys.path.append(str(Path(__file__).parents[2]))
 
 import soak
-from soak.history import FINAL_HEADERS, Dead, Effect, History, Log, Send, Start, check
+from soak.history import FINAL_HEADERS, Dead, Effect, History, Send, Start, check
 from soak.plan import Plan, everything
 
 FINAL = {f"pgqueue.{name}": "something" for name in FINAL_HEADERS}
@@ -194,15 +194,6 @@ def test_the_checker_reports_each_kind_of_violation(exactly_once: bool, name: st
     for spoil in spoils:
         spoil(history)
     assert {violation.kind for violation in check(history)} == kinds
-
-
-def test_an_incomplete_last_line_of_a_history_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log = Log(str(path))
-    log.write("start", 1)
-    with path.open("a") as file:
-        file.write('["start", 2, 3.1')
-    assert list(Log.read(path)) == [["start", 1]]
 
 
 def proven(plan: Plan, home: Path) -> dict[str, Any]:

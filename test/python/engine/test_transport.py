@@ -447,44 +447,6 @@ def test_the_length_of_an_analyzed_backlog_reads_few_buffers(
         assert 2 <= value(connection, READ, partition) <= 10
 
 
-@pytest.mark.parametrize("dedicated", [False, True])
-def test_a_queue_can_be_exposed_while_plain_sql_sends_to_it(
-    database: str, connection: psycopg.Connection[Any], name: str, dedicated: bool
-) -> None:
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue(dedicated=dedicated)
-
-    exposed = threading.Event()
-
-    def send() -> int:
-        sent = 0
-        with psycopg.connect(database, autocommit=True) as sender:
-            while sent < 100 or not exposed.is_set():
-                sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
-                sent += 1
-        return sent
-
-    with patient(connection, "expose_transport"), ThreadPoolExecutor(2) as pool:
-        senders = [pool.submit(send) for _ in range(2)]
-        try:
-            wait_for(queue.peek)
-            transport = Transport(connection, queue.expose_transport())
-        finally:
-            exposed.set()
-        sent = sum(sender.result() for sender in senders)
-    # What plain SQL sends comes to the relation by its maintenance, once a second and 1,000 at a time.
-    purged = 0
-
-    def has_purged_all() -> bool:
-        nonlocal purged
-        purged += transport.purge()
-        return purged >= sent
-
-    wait_for(has_purged_all)
-    assert (purged, queue.peek()) == (sent, 0)
-    drop(connection, name)
-
-
 def test_purge_expired_uses_the_index_of_the_relation(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -130,30 +131,15 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
     return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
 
 
-@long
-def test_the_page_draws_charts_shows_any_text_and_makes_no_requests(browser: Any, tmp_path: Path) -> None:
-    queue = "<script>alert(1)</script>"
+def test_the_page_shows_any_text_and_names_no_other_host() -> None:
     hour = timedelta(hours=1)
-    windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
-    letters = [DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
-    text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
+    windows = [measure("<script>", MIDNIGHT), measure("<script>", MIDNIGHT + 3 * hour, 0, None)]
+    letters = [DeadLetterGroup("q", "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
+    text = render(Flow(hour, [measure("<script>", None)], windows, letters, MIDNIGHT, "Read from <archive>"))
     # Control characters are replaced.
-    assert "�[2J� \u202e</td>" in text
-    (tmp_path / "flow.html").write_text(text)
-    page = browser.new_page(viewport={"width": 390, "height": 900})
-    asked: list[str] = []
-    errors: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto((tmp_path / "flow.html").as_uri())
-    page.locator(".chart").nth(2).scroll_into_view_if_needed()
-    page.locator(".chart").nth(2).locator(".main-svg").first.wait_for()
-    assert (asked, errors) == ([(tmp_path / "flow.html").as_uri()], [])
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    # Empty windows between others are included, and interrupt the lines.
-    (waits,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(2, 3).map(one => one.data[0].y)")
-    assert waits == [0.5, None, None, None]
-    page.close()
+    assert "&lt;img src=//evil.example/x&gt;\ufffd[2J\ufffd \u202e</td>" in text
+    assert "Read from &lt;archive&gt;" in text
+    assert not re.search(r"<(script|link|img)[^>]* (src|href)=", text)
 
 
 def test_a_page_without_messages_says_so() -> None:

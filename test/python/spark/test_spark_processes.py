@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import commands
 import pytest
 from sparks import long
 
@@ -47,26 +46,6 @@ def ran(code: str, *words: str, **more: Any) -> subprocess.CompletedProcess[str]
 
 def says(version: str) -> str:
     return f"echo 'openjdk version \"{version}\" 2026-01-20' >&2"
-
-
-def test_the_latest_java_that_runs_is_used_and_that_of_java_home_comes_first(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program(nowhere / "jvm/java-25", f"{says('25.0.1')}; exit 1")
-    program(nowhere / "jvm/java-11", says("11.0.2"))
-    program(nowhere / "jvm/java-17", says("17.0.9"))
-    usual = program(nowhere / "jvm/java-21", f"echo Picked up JAVA_TOOL_OPTIONS: -Xmx1g >&2; {says('21.0.1')}")
-    found = find_java()
-    assert (found.home, found.major, found.version) == (usual, 21, 'openjdk version "21.0.1" 2026-01-20')
-    (nowhere / "bin").mkdir()
-    (nowhere / "bin/java").symlink_to(program(nowhere / "elsewhere", says("22.0.1")) / "bin/java")
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", f"{nowhere / 'bin'}:/usr/bin:/bin")
-        assert find_java().home == nowhere / "elsewhere"
-    monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
-    assert find_java().major == 25
-    monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
-    assert find_java().home == usual
 
 
 def test_without_java_the_error_says_what_to_install(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,49 +142,3 @@ def test_a_failed_start_of_spark_raises_spark_failure(tmp_path: Path) -> None:
     done = ran(SESSION, env=os.environ | {"JAVA_HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.returncode == 1
     assert "SparkFailure: Spark did not start: " in done.stderr
-
-
-HURRY = "-XX:TieredStopAtLevel=1"
-
-
-# The interrupts arrive during calls of the JVM: when it creates its context, and when it runs a job. After each, the
-# process can start another session.
-SESSIONS = """
-import os, signal, threading
-from pgqueue.spark.pipelines import SparkFailure, session
-
-def interrupt():
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-def begin(context, conf, begin=session.SparkContext._initialize_context):
-    if point == "start":
-        interrupt()
-    return begin(context, conf)
-
-session.SparkContext._initialize_context = begin
-for point in ("start", "job"):
-    try:
-        with session.local_session("local[2]") as spark:
-            if point == "job":
-                interrupt()
-            spark.range(10**15).selectExpr("sum(hash(id))").collect()
-    except KeyboardInterrupt:
-        print(point, "is interrupted", os.listdir(os.environ["TMPDIR"]), flush=True)
-try:
-    with session.local_session("local[x"):
-        pass
-except SparkFailure as error:
-    print(error, *error.__notes__, sep="; ")
-"""
-
-
-@long
-@pytest.mark.usefixtures("jre")
-def test_interrupted_and_failed_sessions_end_at_once_without_output(tmp_path: Path) -> None:
-    done = ran(SESSIONS, env=commands.environment(TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY))
-    left = [*tmp_path.iterdir()]
-    (log,) = tmp_path.glob("*pgqueue*")
-    interrupted = ["start is interrupted []", "job is interrupted []"]
-    said = [*interrupted, f"Could not parse Master URL: 'local[x'; Spark's log is {log}"]
-    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, said, "")
-    assert left == [log]

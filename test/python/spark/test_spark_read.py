@@ -181,30 +181,6 @@ def test_arrow_batches_are_limited_in_rows_and_bytes(
     assert (sum(sizes), max(sizes) <= most) == (1000, True)
 
 
-def test_a_reader_that_stops_early_closes_the_connection(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_to_arrow, "_BATCH_ROWS", 10)
-    with psycopg.connect(database) as connection:
-        batches: Any = read_batches(connection, NUMBERS, QUEUE, struct("id long"))
-        assert next(batches).num_rows == 10
-        batches.close()
-        assert connection.closed
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        ("1000 / (500 - n)::bigint", psycopg.errors.DivisionByZero),
-        ("pg_terminate_backend(pg_backend_pid())::int::bigint", psycopg.errors.AdminShutdown),
-    ],
-)
-def test_an_error_of_the_server_during_the_copy_is_raised(
-    database: str, number: str, error: type[psycopg.Error]
-) -> None:
-    fails = sql.SQL(f"(select {number} as id from generate_series(1, 1000) n) as fails")
-    with psycopg.connect(database) as connection, pytest.raises(error):
-        list(read_batches(connection, fails, QUEUE, struct("id long")))
-
-
 def test_a_payload_can_be_larger_than_an_arrow_batch(orders: Queue, rows: Reads) -> None:
     orders.alter_queue(max_payload_bytes=20_000_000)
     orders.enqueue("x" * 10_000_000)
@@ -407,16 +383,6 @@ def test_id_and_time_options_limit_a_read(orders: Queue, rows: Reads) -> None:
     assert ids(rows("id long", since="2026-01-02", until="2026-01-04")) == sent[1:3]
     assert ids(rows("id long", since="2026-01-04")) == sent[3:]
     assert ids(rows("id long", until="2026-01-02T01:00:00+01:00")) == sent[:1]
-
-
-def test_partitions_divide_only_the_selected_time_range(orders: Queue, database: str) -> None:
-    sent = orders.enqueue_batch(list(range(100)))
-    orders.connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01' where id < %s", [sent[90]])
-    reader = reader_of(database, orders.name, "id long", since="2026-01-02", numPartitions="5")
-    assert [(one.first, one.last) for part in reader.partitions() for one in part.ranges] == [
-        (n, n + 1) for n in sent[90::2]
-    ]
-    assert ids(read(reader)) == sent[90:]
 
 
 def test_since_and_until_use_died_at_and_finished_at(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -56,29 +53,6 @@ def test_spark_reads_a_queue(orders: Queue, load: Loads) -> None:
     (row,) = load("enqueued_at timestamp, payload string").where("payload = '{\"n\": 7}'").collect()
     (message,) = orders.browse(max_messages=1, after_id=sent[6])
     assert row.enqueued_at.astimezone(datetime.UTC) == message.enqueued_at
-
-
-WITHOUT_PANDAS = """
-import sys
-from pgqueue.spark.source import PgQueueDataSource
-
-source = PgQueueDataSource(dict(zip(("dsn", "queue"), sys.argv[1:])))
-reader = source.reader(source.schema())
-print(sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)), "pandas" in sys.modules)
-"""
-
-
-def test_tasks_read_without_an_import_of_pandas(orders: Queue, database: str) -> None:
-    assert find_spec("pandas") is not None
-    orders.enqueue({"n": 1}, headers={"trace": "a"})
-    orders.enqueue(body=b"raw")
-    # Values for each place that makes a scalar: a null among texts, and a time outside the years of Spark.
-    orders.connection.execute(
-        "update pgqueue.messages set expires_at = 'infinity' where queue_name = %s", [orders.name]
-    )
-    command = [sys.executable, "-c", WITHOUT_PANDAS, database, orders.name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")
 
 
 class Queries:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from engines import Checkpoint, Clock, Died, Engine, cut, ids, lapse, stream
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
-    from pgqueue.spark.columns import source_schema
     from pgqueue.spark.connections import connect
     from pgqueue.spark.options import OptionError
     from pgqueue.spark.stream_driver import StreamDriver
@@ -47,17 +45,6 @@ def test_a_stream_reads_each_message_once_in_batches(
     assert left(orders) == 0
     more = orders.enqueue_batch([1])
     assert ids(engine.trigger()) == more
-
-
-def test_a_stream_returns_all_columns_unchanged(orders: Queue, start: Start) -> None:
-    orders.enqueue({"text": "né\n\t\x01"}, headers={"a": "1"}, expires_in=timedelta(hours=1))
-    orders.enqueue(body=b"\x00\xff")
-    (sent, _) = orders.browse()
-    message, raw = start().begin().drain()[0]
-    assert list(message) == source_schema("stream").names
-    assert (message["payload"], message["headers"]) == ('{"text": "né\\n\\t\\u0001"}', '{"a": "1"}')
-    assert (message["enqueued_at"], message["expires_at"]) == (sent.enqueued_at, sent.expires_at)
-    assert (message["attempt_count"], raw["payload"], raw["body"]) == (1, None, b"\x00\xff")
 
 
 def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: Queue, start: Start) -> None:
