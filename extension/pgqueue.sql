@@ -4055,25 +4055,39 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
-create function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
-returns bigint[]
+create function pgqueue._read_messages(
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
+    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
+)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
-        -- What plain SQL has sent, too: its id is not vacant before it is moved.
-        return array(
-            select m.id from pgqueue.messages m
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            -- What plain SQL has sent, too: its id is not vacant before it is moved.
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit wanted);
+            order by m.id limit wanted
+        ) w;
+    else
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit wanted
+        ) w;
     end if;
-    return array(
-        select m.id from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-        order by m.id limit wanted);
 end;
 $$;
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int) is
+'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
+among them. Null if there are none.';
 
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
 returns timestamptz
@@ -4160,7 +4174,7 @@ begin
             below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
             select min(f.id) into found_id
             from (
-                select i as id from unnest(pgqueue._ids_between(q, s.first_id, below_id, 1)) as i
+                select i as id from unnest((pgqueue._read_messages(q, s.first_id, below_id, at, 1)).ids) as i
                 union all
                 (
                     select c.id from pgqueue.scheduled_messages c
@@ -4274,7 +4288,7 @@ begin
         while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
             below_id := from_id + least(span, upper(id_range) - from_id);
-            found_ids := pgqueue._ids_between(q, from_id, below_id, 1000);
+            found_ids := (pgqueue._read_messages(q, from_id, below_id, at, 1000)).ids;
             -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (
@@ -4437,36 +4451,6 @@ begin
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m.*;
-    end if;
-end;
-$$;
-
-create function pgqueue._read_messages(
-    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
-    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
-)
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.kind is not null then
-        select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
-        into ids, ready_ids, spent_ids
-        from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit 1000
-        ) w;
-    else
-        select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
-        into ids, ready_ids, spent_ids
-        from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit 1000
-        ) w;
     end if;
 end;
 $$;
@@ -4808,7 +4792,7 @@ declare
         select i
         from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
         cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at, 1000) as m
         cross join lateral unnest(m.ready_ids || m.spent_ids) as i
         limit 1000);
     candidate_ids bigint[];
@@ -4982,7 +4966,7 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000) r;
                 next_id := coalesce(page.ids[1000] + 1, below_id);
                 span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;

@@ -85,36 +85,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._read_messages(
-    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
-    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
-)
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if q.kind is not null then
-        select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
-        into ids, ready_ids, spent_ids
-        from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit 1000
-        ) w;
-    else
-        select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
-        into ids, ready_ids, spent_ids
-        from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit 1000
-        ) w;
-    end if;
-end;
-$$;
-
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )

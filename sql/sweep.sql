@@ -175,7 +175,7 @@ declare
         select i
         from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
         cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
-        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at) as m
+        cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at, 1000) as m
         cross join lateral unnest(m.ready_ids || m.spent_ids) as i
         limit 1000);
     candidate_ids bigint[];
@@ -349,7 +349,7 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at) r;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000) r;
                 next_id := coalesce(page.ids[1000] + 1, below_id);
                 span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;

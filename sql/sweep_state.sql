@@ -106,25 +106,39 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
-create or replace function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
-returns bigint[]
+create or replace function pgqueue._read_messages(
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
+    out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
+)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
-        -- What plain SQL has sent, too: its id is not vacant before it is moved.
-        return array(
-            select m.id from pgqueue.messages m
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            -- What plain SQL has sent, too: its id is not vacant before it is moved.
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
-            order by m.id limit wanted);
+            order by m.id limit wanted
+        ) w;
+    else
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit wanted
+        ) w;
     end if;
-    return array(
-        select m.id from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-        order by m.id limit wanted);
 end;
 $$;
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int) is
+'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
+among them. Null if there are none.';
 
 create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
 returns timestamptz
@@ -211,7 +225,7 @@ begin
             below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
             select min(f.id) into found_id
             from (
-                select i as id from unnest(pgqueue._ids_between(q, s.first_id, below_id, 1)) as i
+                select i as id from unnest((pgqueue._read_messages(q, s.first_id, below_id, at, 1)).ids) as i
                 union all
                 (
                     select c.id from pgqueue.scheduled_messages c
@@ -325,7 +339,7 @@ begin
         while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
             below_id := from_id + least(span, upper(id_range) - from_id);
-            found_ids := pgqueue._ids_between(q, from_id, below_id, 1000);
+            found_ids := (pgqueue._read_messages(q, from_id, below_id, at, 1000)).ids;
             -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (
