@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect
+from clients import connect, value
 
 import pgqueue
 
@@ -108,11 +108,8 @@ def test_a_key_has_at_most_one_living_message(
                 match chance.randrange(10):
                     case 0:
                         mine.cancel_by_key(str(keys[0]))
-                    case 1:
+                    case 1 | 2:
                         mine.enqueue(keys[0], dedup_key=str(keys[0]))
-                    case 2:
-                        delay = timedelta(hours=chance.randrange(2))
-                        mine.enqueue(keys[0], delay, dedup_key=str(keys[0]), on_duplicate="replace")
                     case 3 | 4:
                         mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
                     case _:
@@ -123,6 +120,33 @@ def test_a_key_has_at_most_one_living_message(
                 assert own.execute(look, {"name": name}).fetchall() == []
 
     in_parallel(senders, work)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_parallel_replacements_leave_one_message_and_do_not_deadlock_with_cancellations(
+    database: str, connection: psycopg.Connection[Any], name: str, cancels: bool
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(dedup_window=timedelta(0))
+
+    def work(place: int) -> int:
+        cancelled = 0
+        with connect(database) as own:
+            mine = pgqueue.Queue(own, name)
+            for n in range(40):
+                if cancels and place % 2:
+                    cancelled += mine.cancel_by_key("only")
+                else:
+                    mine.enqueue([place, n], timedelta(hours=n % 2), dedup_key="only", on_duplicate="replace")
+        return cancelled
+
+    cancelled = sum(in_parallel(4, work))
+    scheduled = value(connection, "select count(*) from pgqueue.scheduled_messages where queue_name = %s", name)
+    assert cancels or scheduled == 1  # the last replacement of each sender has a delay
+    assert value(connection, "select enqueued_total from pgqueue.stats(%s)", name) - cancelled == queue.cancel_by_key(
+        "only"
+    )
+    assert queue.cancel_by_key("only") is False
 
 
 def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
