@@ -1196,8 +1196,6 @@ create function pgqueue._access_view(name_or_pattern text)
 returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
-comment on function pgqueue._access_view(text) is
-'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
 
 create function pgqueue._may_use(caller name, queue_name text, privileges text)
 returns boolean
@@ -1227,8 +1225,7 @@ begin
 end;
 $$;
 comment on function pgqueue._may_use(name, text, text) is
-'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
-matches.';
+'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
 create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
 returns boolean
@@ -1318,8 +1315,7 @@ returns timestamptz
 language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
-'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
-of the session changes its clocks.';
+'A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.';
 
 create function pgqueue._has_time()
 returns boolean
@@ -1745,8 +1741,7 @@ returns bigint
 language sql immutable strict parallel safe
 as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
-'The key of the advisory lock of a queue. Users of the queue hold the lock shared; create_queue and drop_queue hold it
-exclusively.';
+'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
 create function pgqueue._lock_queue(queue_name text)
 returns boolean
@@ -1850,8 +1845,6 @@ as $$
         'pgqueue.sweep_state'
     ]::regclass[])
 $$;
-comment on function pgqueue._require_untruncated_messages() is
-'Raises 40001 if the transaction keeps its snapshot and a compaction since hides messages from it.';
 
 create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
@@ -1909,8 +1902,7 @@ begin
 end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
-is being dropped.';
+'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
 create function pgqueue._dumping_processes()
 returns int[]
@@ -2555,8 +2547,6 @@ as $$
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
-comment on function pgqueue._is_interval_between(interval, interval, interval) is
-'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
@@ -3013,8 +3003,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped which are still delayed and were never claimed.';
 
 create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -7615,8 +7603,6 @@ as $$
             - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
             is not distinct from 'in progress'
 $$;
-comment on function pgqueue._was_running_at_snapshot(xid, pg_snapshot) is
-'Whether a transaction had not ended when the snapshot was taken.';
 
 create function pgqueue._is_locked(xmax xid)
 returns boolean
@@ -8497,11 +8483,9 @@ comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
 
 create function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query
     select
         'error', q.name, 'twin_messages',
         format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due',
@@ -8519,10 +8503,9 @@ begin
         where c.queue_name = q.name and c.id = d.id
         limit 1
     ) m
-    having count(*) > 0;
-
+    having count(*) > 0
+    union all
     -- Partitions of the right kind are pruned. So are messages without a kind, which claims adopt.
-    return query
     select
         'error', q.name, 'wrong_kind',
         format('message %s, the first of these, has a kind that plain SQL has set and the queue does not have: no claim finds it', m.id),
@@ -8536,8 +8519,7 @@ begin
         select c.id from pgqueue.messages c
         where c.queue_name = q.name and c.kind <> coalesce(q.kind, -1)
         order by c.id limit 1
-    ) m;
-end;
+    ) m
 $$;
 
 create function pgqueue._examine_messages(
@@ -8696,8 +8678,6 @@ as $$
     )
     order by m.id limit 10
 $$;
-comment on function pgqueue._held_groups(pgqueue.queues, bigint[]) is
-'The hidden messages that later messages of their groups wait for.';
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -8910,28 +8890,24 @@ comment on function pgqueue._orphaned_messages() is
 
 create function pgqueue._server_findings()
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query
     select
         'warning', null::text, 'pinned_horizon',
         format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
             h.holder, coalesce(date_trunc('second', h.pinned_for)::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
-    where h.pinned_for > interval '1 min' or h.pinned_for is null;
-
+    where h.pinned_for > interval '1 min' or h.pinned_for is null
+    union all
     -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
-    return query
     select
         'info', null::text, 'hidden_transactions',
         format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
-    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
-
-    return query
+    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage')
+    union all
     select
         'warning', null::text, 'few_locks',
         format('a sweep locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
@@ -8942,9 +8918,8 @@ begin
         from pgqueue.queues d where d.dedicated
     ) w
     -- In addition, a call locks the tables and indexes that all queues share, and the registers of its queue.
-    where w.tables + 16 > w.locks;
-
-    return query
+    where w.tables + 16 > w.locks
+    union all
     select
         'error', null::text, 'autovacuum_off',
         format('autovacuum is off for %s: rows of consumed messages are never removed', c.table_name),
@@ -8960,19 +8935,16 @@ begin
                 select from pg_options_to_table(c.reloptions) o
                 where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
             )
-    ) c;
-end;
+    ) c
 $$;
 
 create function pgqueue._installation_findings()
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query select f.* from pgqueue._server_findings() f;
-
-    return query
+    select f.* from pgqueue._server_findings() f
+    union all
     select
         case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
@@ -8987,32 +8959,28 @@ begin
         select
             pgqueue._is_name(o.queue_name) as is_valid,
             left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
-    ) n;
-
-    return query
+    ) n
+    union all
     select
         'error', null::text, 'ids_above_sequence',
         format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
         format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
     from pgqueue.queues d
-    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
-
-    return query
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t)
+    union all
     select
         'warning', null::text, 'unfit_keys',
         'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup();
-
-    return query
+    where not pgqueue._has_current_key_lookup()
+    union all
     select
         'error', null::text, 'sequence_cache',
         'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
         'alter sequence pgqueue.message_id cache 1;'
     from pg_sequence s
-    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
-
-    return query
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1
+    union all
     select
         'error', m.queue_name, 'misplaced_messages',
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
@@ -9038,10 +9006,8 @@ begin
         ) c
     ) m
     group by m.queue_name
-    order by m.queue_name;
-
-    return query select f.* from pgqueue._module_findings() f;
-end;
+    union all
+    select f.* from pgqueue._module_findings() f
 $$;
 
 create function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
@@ -9161,8 +9127,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_leftovers() is
-'Drops the relations that belong to no queue, except dedicated tables, in which there can be messages. The repair that
-doctor suggests.';
+'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create function pgqueue._findings_of_leftovers(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -11407,8 +11372,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
-'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
 create function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
 returns timestamptz
@@ -11465,8 +11428,7 @@ begin
 end;
 $$;
 comment on function pgqueue._last_tick(text, text, timestamptz) is
-'The last moment up to another one that a cron expression matches in a time zone. The caller knows that there is one
-within 60 years.';
+'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
 
 create function pgqueue._canonical_time_zone(time_zone text)
 returns text
@@ -11560,8 +11522,6 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._add_first_tick_message(pgqueue.schedules, timestamptz) is
-'Adds the message of the first tick after a moment, unless the schedule is paused, and announces it. Returns its time.';
 
 create function pgqueue._add_next_tick_message()
 returns trigger
@@ -14018,8 +13978,6 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._revoke_access(name, text, regclass) is
-'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
 
 create function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
 returns void
@@ -14129,8 +14087,6 @@ as $$
     cross join lateral aclexplode(o.acl) as a
     where a.grantee <> o.owner
 $$;
-comment on function pgqueue._granted_privileges() is
-'The privileges of roles other than the owner on the objects of pgqueue, and what to revoke.';
 
 create function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -25,8 +25,6 @@ create or replace function pgqueue._access_view(name_or_pattern text)
 returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
-comment on function pgqueue._access_view(text) is
-'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
 
 create or replace function pgqueue._may_use(caller name, queue_name text, privileges text)
 returns boolean
@@ -56,8 +54,7 @@ begin
 end;
 $$;
 comment on function pgqueue._may_use(name, text, text) is
-'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
-matches.';
+'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
 create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
 returns boolean

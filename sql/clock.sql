@@ -12,8 +12,7 @@ returns timestamptz
 language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
-'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
-of the session changes its clocks.';
+'A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.';
 
 create or replace function pgqueue._has_time()
 returns boolean

@@ -122,8 +122,6 @@ begin
         end;
 end;
 $$;
-comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
-'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
 create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
 returns timestamptz
@@ -180,8 +178,7 @@ begin
 end;
 $$;
 comment on function pgqueue._last_tick(text, text, timestamptz) is
-'The last moment up to another one that a cron expression matches in a time zone. The caller knows that there is one
-within 60 years.';
+'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
 
 create or replace function pgqueue._canonical_time_zone(time_zone text)
 returns text

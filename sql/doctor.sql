@@ -120,28 +120,24 @@ comment on function pgqueue._orphaned_messages() is
 
 create or replace function pgqueue._server_findings()
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query
     select
         'warning', null::text, 'pinned_horizon',
         format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
             h.holder, coalesce(date_trunc('second', h.pinned_for)::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
-    where h.pinned_for > interval '1 min' or h.pinned_for is null;
-
+    where h.pinned_for > interval '1 min' or h.pinned_for is null
+    union all
     -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
-    return query
     select
         'info', null::text, 'hidden_transactions',
         format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
-    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
-
-    return query
+    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage')
+    union all
     select
         'warning', null::text, 'few_locks',
         format('a sweep locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
@@ -152,9 +148,8 @@ begin
         from pgqueue.queues d where d.dedicated
     ) w
     -- In addition, a call locks the tables and indexes that all queues share, and the registers of its queue.
-    where w.tables + 16 > w.locks;
-
-    return query
+    where w.tables + 16 > w.locks
+    union all
     select
         'error', null::text, 'autovacuum_off',
         format('autovacuum is off for %s: rows of consumed messages are never removed', c.table_name),
@@ -170,19 +165,16 @@ begin
                 select from pg_options_to_table(c.reloptions) o
                 where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
             )
-    ) c;
-end;
+    ) c
 $$;
 
 create or replace function pgqueue._installation_findings()
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query select f.* from pgqueue._server_findings() f;
-
-    return query
+    select f.* from pgqueue._server_findings() f
+    union all
     select
         case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
@@ -197,32 +189,28 @@ begin
         select
             pgqueue._is_name(o.queue_name) as is_valid,
             left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
-    ) n;
-
-    return query
+    ) n
+    union all
     select
         'error', null::text, 'ids_above_sequence',
         format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
         format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
     from pgqueue.queues d
-    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
-
-    return query
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t)
+    union all
     select
         'warning', null::text, 'unfit_keys',
         'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup();
-
-    return query
+    where not pgqueue._has_current_key_lookup()
+    union all
     select
         'error', null::text, 'sequence_cache',
         'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
         'alter sequence pgqueue.message_id cache 1;'
     from pg_sequence s
-    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
-
-    return query
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1
+    union all
     select
         'error', m.queue_name, 'misplaced_messages',
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
@@ -248,10 +236,8 @@ begin
         ) c
     ) m
     group by m.queue_name
-    order by m.queue_name;
-
-    return query select f.* from pgqueue._module_findings() f;
-end;
+    union all
+    select f.* from pgqueue._module_findings() f
 $$;
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)

@@ -28,8 +28,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped which are still delayed and were never claimed.';
 
 create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint

@@ -61,11 +61,9 @@ comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
 
 create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
 returns setof pgqueue.finding
-language plpgsql volatile
+language sql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-begin
-    return query
     select
         'error', q.name, 'twin_messages',
         format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due',
@@ -83,10 +81,9 @@ begin
         where c.queue_name = q.name and c.id = d.id
         limit 1
     ) m
-    having count(*) > 0;
-
+    having count(*) > 0
+    union all
     -- Partitions of the right kind are pruned. So are messages without a kind, which claims adopt.
-    return query
     select
         'error', q.name, 'wrong_kind',
         format('message %s, the first of these, has a kind that plain SQL has set and the queue does not have: no claim finds it', m.id),
@@ -100,8 +97,7 @@ begin
         select c.id from pgqueue.messages c
         where c.queue_name = q.name and c.kind <> coalesce(q.kind, -1)
         order by c.id limit 1
-    ) m;
-end;
+    ) m
 $$;
 
 create or replace function pgqueue._examine_messages(
@@ -260,8 +256,6 @@ as $$
     )
     order by m.id limit 10
 $$;
-comment on function pgqueue._held_groups(pgqueue.queues, bigint[]) is
-'The hidden messages that later messages of their groups wait for.';
 
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding

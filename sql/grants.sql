@@ -201,8 +201,6 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._revoke_access(name, text, regclass) is
-'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
 
 create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
 returns void
@@ -312,8 +310,6 @@ as $$
     cross join lateral aclexplode(o.acl) as a
     where a.grantee <> o.owner
 $$;
-comment on function pgqueue._granted_privileges() is
-'The privileges of roles other than the owner on the objects of pgqueue, and what to revoke.';
 
 create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding

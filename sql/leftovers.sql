@@ -56,8 +56,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_leftovers() is
-'Drops the relations that belong to no queue, except dedicated tables, in which there can be messages. The repair that
-doctor suggests.';
+'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create or replace function pgqueue._findings_of_leftovers(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -6,8 +6,7 @@ returns bigint
 language sql immutable strict parallel safe
 as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
-'The key of the advisory lock of a queue. Users of the queue hold the lock shared; create_queue and drop_queue hold it
-exclusively.';
+'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
 create or replace function pgqueue._lock_queue(queue_name text)
 returns boolean
@@ -111,8 +110,6 @@ as $$
         'pgqueue.sweep_state'
     ]::regclass[])
 $$;
-comment on function pgqueue._require_untruncated_messages() is
-'Raises 40001 if the transaction keeps its snapshot and a compaction since hides messages from it.';
 
 create or replace function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
@@ -170,8 +167,7 @@ begin
 end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
-is being dropped.';
+'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
 create or replace function pgqueue._dumping_processes()
 returns int[]

@@ -17,8 +17,6 @@ as $$
             - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
             is not distinct from 'in progress'
 $$;
-comment on function pgqueue._was_running_at_snapshot(xid, pg_snapshot) is
-'Whether a transaction had not ended when the snapshot was taken.';
 
 create or replace function pgqueue._is_locked(xmax xid)
 returns boolean

@@ -23,8 +23,6 @@ as $$
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
-comment on function pgqueue._is_interval_between(interval, interval, interval) is
-'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
 create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void

@@ -71,8 +71,6 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._add_first_tick_message(pgqueue.schedules, timestamptz) is
-'Adds the message of the first tick after a moment, unless the schedule is paused, and announces it. Returns its time.';
 
 create or replace function pgqueue._add_next_tick_message()
 returns trigger
