@@ -376,6 +376,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("enqueue", PLAIN, f"{IN_BATCH}unknown", None, 1, KNOWN),
     ("enqueue", {"body": "AA=="}, f"{IN_BATCH}payload", None, 1, EITHER),
     *(("enqueue", {}, f"{IN_BATCH}body", "AAA=", bad, BASE64) for bad in ("AA", "A\nAA", "AA==AA==")),
+    ("enqueue", PLAIN, f"{IN_BATCH}delay_seconds", 43200, 43201, "at most 43200"),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x" * 255, "x" * 256, LONG_KEY),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x", "", SHORT),
     ("enqueue", PLAIN, f"{IN_BATCH}on_duplicate", "replace", "skip", "keep or replace"),
