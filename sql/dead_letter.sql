@@ -25,8 +25,8 @@ comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int)
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
 this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
-statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
-22023, PQ001.';
+statement_timeout has passed, too. It reads all messages in flight, about 2 s for a million, and a statement_timeout
+that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 -- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
 create or replace function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)

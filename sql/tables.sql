@@ -2,8 +2,7 @@
 -- messages with plain SQL on these tables. Add new columns at the end.
 
 create sequence pgqueue.queue_id;
-comment on sequence pgqueue.queue_id is
-'Numbers the queues. Registers and dedicated tables are named by these numbers.';
+comment on sequence pgqueue.queue_id is 'Numbers the queues. Registers and dedicated tables are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -46,7 +45,21 @@ create table pgqueue.queues (
     end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
-    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$')
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
+    constraint queues_visibility_timeout_is_bounded check (visibility_timeout between '1 s' and '43200 s'),
+    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
+    constraint queues_max_payload_bytes_is_bounded check (max_payload_bytes between 1 and 104857600),
+    constraint queues_backoff_is_bounded check (
+        backoff_base between '0 s' and '30 days' and backoff_max between '0 s' and '30 days'
+        and backoff_factor between 1 and 100 and backoff_jitter between 0 and 1
+    ),
+    constraint queues_times_are_bounded
+    check (archive_for between '1 day' and '3652.5 days' and expires_after_idle between '1 s' and '3652.5 days'),
+    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
+    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
+    constraint queues_limits_are_bounded check (group_limit between 1 and 1000 and max_in_flight between 1 and 10000),
+    constraint queues_rate_is_valid check (rate_limit between 1 and 1000000 and rate_period between '1 ms' and '1 day'),
+    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
@@ -57,10 +70,8 @@ messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and fr
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
-comment on column pgqueue.queues.sweep_resume_id is
-'Register: the id at which the next sweep continues. A hint.';
-comment on column pgqueue.queues.next_sweep_at is
-'Register: when the next sweep is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.sweep_resume_id is 'Register: the id at which the next sweep continues. A hint.';
+comment on column pgqueue.queues.next_sweep_at is 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.waiting_until is
@@ -200,10 +211,7 @@ create table pgqueue.scheduled_messages (
     constraint scheduled_messages_pkey primary key (queue_name, id),
     constraint scheduled_messages_due_at_fits_a_register
     check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
-) with (
-    autovacuum_vacuum_threshold = 10000,
-    autovacuum_vacuum_scale_factor = 0
-);
+) with (autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.scheduled_messages is
 'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
 create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
@@ -353,8 +361,7 @@ comment on table pgqueue.sweep_state is
 must be dumped together with the messages.';
 comment on column pgqueue.sweep_state.vacant_ids is
 'Ids at which there is no message and none will appear, except through requeued_messages. A sweep skips them.';
-comment on column pgqueue.sweep_state.settled_id is
-'No running transaction has taken an id up to this one.';
+comment on column pgqueue.sweep_state.settled_id is 'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
 'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
 comment on column pgqueue.sweep_state.settled_at is
