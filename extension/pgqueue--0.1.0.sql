@@ -2982,6 +2982,18 @@ comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
+create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+    m.expires_at := null;
+    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+end;
+$$;
+
 create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -2993,20 +3005,19 @@ declare
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    for m in execute format(
-        'with moved as ('
+    execute format(
+        'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m),'
-        ' delayed as ('
-        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
-        ' and coalesce(s.expires_at > $2, true) returning pgqueue._as_message(s) as m)'
-        ' select (g.m).* from (select (v.m)::pgqueue.messages as m from moved v union all select d.m from delayed d) g',
+        ' and coalesce(m.expires_at > $2, true) returning m)'
+        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
         pgqueue._partition_of(q))
-        using q.name, at
+    using q.name, at;
+    for m in
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
+        returning (pgqueue._as_message(s)).*
     loop
-        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-        m.expires_at := null;
-        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+        perform pgqueue._add_undelivered_dead_letter(m, at);
     end loop;
 end;
 $$;
@@ -12945,16 +12956,16 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 declare
-    views text;
+    views regclass[];
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    select string_agg(v.oid::regclass::text, ', ') into views from pgqueue._contract_views(schema_name collate "C") v;
-    if views is null then
+    views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
+    if views = '{}' then
         return false;
     end if;
-    execute format('drop view %s', views);
+    execute 'drop view ' || array_to_string(views, ', ');
     if exists (
         select from pg_namespace n
         where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user
@@ -13895,20 +13906,24 @@ begin
 end;
 $$;
 
+create function pgqueue._access_statements(
+    template text, role_identifier text, accesses text[], for_all boolean
+)
+returns text
+language sql stable
+as $$
+    select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
+    from pgqueue._access_privileges() a
+    where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
+$$;
+
 create function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    p record;
 begin
-    for p in
-        select a.* from pgqueue._access_privileges() a
-        where _apply_access.access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
-    loop
-        execute format('grant %s on %s to %I', p.privileges, p.object, role_name);
-    end loop;
+    execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
@@ -13932,7 +13947,7 @@ begin
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
         if access_view is null then
-            execute format('create view %s as select', pgqueue._access_view(queue_name));
+            execute format('create view pgqueue.%I as select', split_part(pgqueue._access_view(queue_name), '.', 2));
             access_view := pgqueue._access_view(queue_name)::regclass;
             perform pgqueue._revoke_default_privileges(access_view);
         end if;
@@ -13965,18 +13980,12 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    p record;
 begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    for p in
-        select a.* from pgqueue._access_privileges() a
-        where _revoke_access.access = any (a.accesses) and (access_view = 'pgqueue.access_any'::regclass or not a.for_all)
-    loop
-        execute format('revoke %s on %s from %I', p.privileges, p.object, role_name);
-    end loop;
+    execute pgqueue._access_statements(
+        'revoke %s on %s from %s', quote_ident(role_name), array[access], access_view = 'pgqueue.access_any'::regclass);
     -- Privileges that other access of the role includes are granted again.
     perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
     from (

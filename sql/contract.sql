@@ -100,16 +100,16 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 declare
-    views text;
+    views regclass[];
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    select string_agg(v.oid::regclass::text, ', ') into views from pgqueue._contract_views(schema_name collate "C") v;
-    if views is null then
+    views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
+    if views = '{}' then
         return false;
     end if;
-    execute format('drop view %s', views);
+    execute 'drop view ' || array_to_string(views, ', ');
     if exists (
         select from pg_namespace n
         where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user

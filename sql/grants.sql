@@ -111,20 +111,24 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._access_statements(
+    template text, role_identifier text, accesses text[], for_all boolean
+)
+returns text
+language sql stable
+as $$
+    select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
+    from pgqueue._access_privileges() a
+    where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
+$$;
+
 create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    p record;
 begin
-    for p in
-        select a.* from pgqueue._access_privileges() a
-        where _apply_access.access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
-    loop
-        execute format('grant %s on %s to %I', p.privileges, p.object, role_name);
-    end loop;
+    execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
@@ -148,7 +152,7 @@ begin
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
         if access_view is null then
-            execute format('create view %s as select', pgqueue._access_view(queue_name));
+            execute format('create view pgqueue.%I as select', split_part(pgqueue._access_view(queue_name), '.', 2));
             access_view := pgqueue._access_view(queue_name)::regclass;
             perform pgqueue._revoke_default_privileges(access_view);
         end if;
@@ -181,18 +185,12 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    p record;
 begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    for p in
-        select a.* from pgqueue._access_privileges() a
-        where _revoke_access.access = any (a.accesses) and (access_view = 'pgqueue.access_any'::regclass or not a.for_all)
-    loop
-        execute format('revoke %s on %s from %I', p.privileges, p.object, role_name);
-    end loop;
+    execute pgqueue._access_statements(
+        'revoke %s on %s from %s', quote_ident(role_name), array[access], access_view = 'pgqueue.access_any'::regclass);
     -- Privileges that other access of the role includes are granted again.
     perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
     from (
