@@ -5140,7 +5140,15 @@ begin
                 select c.id from pgqueue.messages c
                 where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.attempt_count > 0
                     and (c.visible_at > at or not pgqueue._is_unclaimed(c))
-            ) as ids
+            ) as ids,
+            -- With a limit of one, no message passes the first one, also if another transaction has locked it.
+            case q.group_limit
+                when 1 then (
+                    select c.id from pgqueue.messages c
+                    where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) limit 1
+                )
+                else 9223372036854775807
+            end as last_id
             offset 0
         ) claimed
         cross join lateral (
@@ -5148,7 +5156,8 @@ begin
             select w.id
             from (
                 select c.id, pgqueue._is_ready(c, at) as is_ready from pgqueue.messages c
-                where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.visible_at <= at
+                where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.id + 0 <= claimed.last_id
+                    and c.visible_at <= at
                     and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, p.place))
                 limit case claimed.ids
                     when '{}' then q.group_limit
