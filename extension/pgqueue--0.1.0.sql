@@ -394,7 +394,8 @@ other value is accepted, as PostgreSQL evaluates the check with the rights of th
 -- messages with plain SQL on these tables. Add new columns at the end.
 
 create sequence pgqueue.queue_id;
-comment on sequence pgqueue.queue_id is 'Numbers the queues. Registers and dedicated tables are named by these numbers.';
+comment on sequence pgqueue.queue_id is
+'Numbers the queues. Registers and dedicated tables are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -463,7 +464,8 @@ comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
 comment on column pgqueue.queues.sweep_resume_id is 'Register: the id at which the next sweep continues. A hint.';
-comment on column pgqueue.queues.next_sweep_at is 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.next_sweep_at is
+'Register: when the next sweep is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.waiting_until is
@@ -903,8 +905,7 @@ create table pgqueue.schedules (
     last_at timestamptz,
     constraint schedules_pkey primary key (name)
 );
-comment on table pgqueue.schedules is
-'Schedules: each adds a message to its queue at the ticks of a cron expression.';
+comment on table pgqueue.schedules is 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
 comment on column pgqueue.schedules.next_id is
 'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
 comment on column pgqueue.schedules.last_at is
@@ -926,8 +927,7 @@ comment on table pgqueue.transports is
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
 comment on column pgqueue.transports.head is
 'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
-comment on column pgqueue.transports.settled_seq is
-'No running transaction has taken a transport_seq up to this one.';
+comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
 'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
 
