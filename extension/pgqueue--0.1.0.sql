@@ -8582,10 +8582,14 @@ begin
     into lapsed, lapsed_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
         (
-            select c.message
+            select c.*
             from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
             cross join lateral (
-                select m as message from pgqueue.messages m
+                -- Not the whole row: its payload and body would be read from the toast table.
+                select
+                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
+                from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
             ) c
@@ -8594,16 +8598,20 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select c.message
+            select c.*
             from pgqueue._sample_requeued_ids(
                 q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
             cross join lateral unnest(r.ids) as requeued_id
             cross join lateral (
-                select m as message from pgqueue.messages m where m.queue_name = q.name and m.id = requeued_id limit 1
+                select
+                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                    m.headers, pgqueue._is_unclaimed(m)
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id = requeued_id
+                limit 1
             ) c
         )
-    ) c
-    cross join lateral (select (c.message).*, pgqueue._is_unclaimed(c.message) as is_unclaimed) w;
+    ) w;
     select
         -- The message of a schedule has its due time as enqueued_at.
         max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(199);
+select plan(200);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -409,6 +409,14 @@ select is(pgqueue.version(), coalesce((select e.extversion from pg_extension e w
 select pgqueue.create_queue('grouped', group_limit => 1), pgqueue.create_queue('ranked', priorities => true) \g /dev/null
 select pgqueue.enqueue('grouped', '1', group_key => 'a'), pgqueue.enqueue('ranked', '1', priority => 9) \g /dev/null
 select is(pg_temp.findings('grouped') || pg_temp.findings('ranked'), '{}', 'doctor does not report keys in a queue that observes them');
+
+create function pg_temp.toast_reads() returns numeric language sql
+as $$ select sum(pg_stat_get_xact_blocks_fetched(c.reltoastrelid)) from pg_class c where c.relname like 'messages\_%' and c.reltoastrelid <> 0 $$;
+select pgqueue.create_queue('stored_apart') \g /dev/null
+select pgqueue.enqueue('stored_apart', body => string_agg(sha256(n::text::bytea), '')) from generate_series(1, 4000) n \g /dev/null
+select pg_temp.toast_reads() as reads \gset
+select pg_temp.findings('stored_apart') \g /dev/null
+select is(pg_temp.toast_reads(), :reads::numeric, 'doctor does not read the bodies of messages');
 
 select * from finish();
 rollback;
