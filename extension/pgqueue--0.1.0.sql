@@ -3224,14 +3224,15 @@ declare
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue.
+    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue. A row that
+    -- _write_dedup_keys has updated keeps its xmin as xmax: that transaction locked it, and has ended.
     for key, id, is_taken, is_locked in execute format('
         select u.key, k.id,
             pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
-            k.xmax <> 0
+            k.xmax <> 0 and k.xmax <> k.xmin
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at, c.xmax from pgqueue.dedup_keys_%1$s c
+            select c.id, c.enqueued_at, c.xmin, c.xmax from pgqueue.dedup_keys_%1$s c
             where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
             offset 0
         ) k',
@@ -3635,6 +3636,9 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
+    is_locked boolean;
+    queue pgqueue.queues;
+    present bigint;
 begin
     -- The fast path for a key that is new and whose window ends within the period is two inserts.
     with new_key as (
@@ -3666,15 +3670,30 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select k.id into new_id
+        select k.id, k.is_locked into new_id, is_locked
         from pgqueue.queues q
         cross join lateral pgqueue._read_dedup_keys(
             q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
             array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
-        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
+        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken
             and delay = interval '0'
             and pgqueue._is_valid(
                 q, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, expires_in, _enqueue_deduplicated.body);
+        if is_locked then
+            begin
+                select c.* into queue from pgqueue.queues c
+                where c.name = _enqueue_deduplicated.queue_name collate "C";
+                present := pgqueue._dedup_period(pgqueue._dedup_class(queue.dedup_window), at);
+                perform pgqueue._write_dedup_keys(queue, present, array[dedup_key], '{0}', at, '{}');
+                select k.id into new_id from pgqueue._read_dedup_keys(queue, present, array[dedup_key], at, '{}', '{}') k
+                where k.is_taken;
+                -- Only an error releases the lock before the transaction ends. Calls that keep a key must not wait for
+                -- each other.
+                perform pgqueue._raise_queue_busy(queue_name, 'enqueue');
+            exception when sqlstate 'PQ004' then
+                null;
+            end;
+        end if;
     end if;
     if new_id is null then
         new_id := pgqueue.enqueue_batch(

@@ -58,14 +58,15 @@ declare
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue.
+    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue. A row that
+    -- _write_dedup_keys has updated keeps its xmin as xmax: that transaction locked it, and has ended.
     for key, id, is_taken, is_locked in execute format('
         select u.key, k.id,
             pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
-            k.xmax <> 0
+            k.xmax <> 0 and k.xmax <> k.xmin
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at, c.xmax from pgqueue.dedup_keys_%1$s c
+            select c.id, c.enqueued_at, c.xmin, c.xmax from pgqueue.dedup_keys_%1$s c
             where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
             offset 0
         ) k',
