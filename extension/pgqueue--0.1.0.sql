@@ -4818,7 +4818,9 @@ begin
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
-        exit when rows.n < page or wanted > 0 and cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
+        -- With wanted 0, only what has gone or is spent is removed.
+        exit when rows.n < page or wanted > 0 and cardinality(candidate_ids) >= wanted
+            or pgqueue._now() > at + case wanted when 0 then interval '20 ms' else interval '50 ms' end;
         page := least(2 * page, 500);
     end loop;
     if visible_ids <> '{}' then
@@ -4997,7 +4999,7 @@ begin
     start_id := next_id;
     <<round>>
     loop
-        if next_id = head_id then
+        if next_id = head_id and cardinality(candidate_ids) < wanted then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
                 pgqueue._discard_future_time(s.first_check_at, at));

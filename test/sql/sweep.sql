@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(103);
+select plan(104);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -338,6 +338,18 @@ set vacant_ids = int8multirange(int8range(null, :first_id), int8range(:first_id 
 where queue_name = 'gap';
 select pg_temp.settle('gap') \gset
 select cmp_ok(pg_temp.buffers($$ select pgqueue.claim('gap', 10) $$), '<', 60, 'a claim that finds nothing reads no messages that were consumed behind one in flight');
+
+-- 2,000 messages that came due are in flight. A claim of a later message was rolled back.
+select pgqueue.create_queue('returned') is not null as made \gset
+select count(*) from pgqueue.enqueue_batch('returned', array_fill('1'::jsonb, array[2000]), delay => '1 s') \gset
+select pg_temp.pass('2 s') \gset
+select count(*) from pgqueue.claim('returned', 2000, '1 h') \gset
+select count(*) from pgqueue.enqueue_batch('returned', array_fill('1'::jsonb, array[5000])) \gset
+select count(*) from pgqueue.claim('returned', 5000, '1 h') \gset
+select max(m.id) as last_id from pgqueue.messages m where m.queue_name = 'returned' \gset
+update pgqueue.messages set visible_at = pgqueue._now() where queue_name = 'returned' and id = :last_id;
+select setval(q.next_sweep_at, 1), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = 'returned' \gset
+select cmp_ok(pg_temp.buffers($$ select pgqueue.claim('returned') $$), '<', 3000, 'a claim that finds a returned message does not read all that came due before');
 
 select * from finish();
 rollback;
