@@ -9642,6 +9642,24 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
+create function pgqueue._is_day_doubled(day date)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    doubled boolean;
+begin
+    -- By its name: a statement on the parent would lock the partitions of all days.
+    execute format(
+        'select exists ('
+        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+    into doubled;
+    return doubled;
+end;
+$$;
+
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -9706,15 +9724,7 @@ begin
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
     select min(w.d) into doubled
     from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
-    where exists (
-        select
-        from (
-            select a.queue_name, a.id, a.finished_at from pgqueue.archived_messages a
-            where a.finished_at >= w.d::timestamp at time zone 'UTC' and a.finished_at < (w.d + 1)::timestamp at time zone 'UTC'
-            order by a.queue_name, a.id limit 100
-        ) c
-        group by c.queue_name, c.id, c.finished_at having count(*) > 1
-    );
+    where pgqueue._is_day_doubled(w.d);
     if doubled is not null then
         return next row('warning', null, 'doubled_archive',
             format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),

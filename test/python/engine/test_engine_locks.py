@@ -54,6 +54,16 @@ def of_other_queues(relations: list[str]) -> list[str]:
     return [each for each in relations if re.fullmatch(r"pgqueue[.]messages_[0-9]+", each)]
 
 
+def test_doctor_keeps_no_lock_on_an_empty_day_of_the_archive(connection: psycopg.Connection[Any], name: str) -> None:
+    # An archive of ten years has 3,653 days, each with an index.
+    pgqueue.Queue(connection, name).create_queue(archive_for=timedelta(days=7))
+    with connection.transaction():
+        pgqueue.Queues(connection).doctor()
+        days = [each.partition(".")[2] for each in locked(connection) if "archived_messages_" in each]
+        empty = "select c.relname from pg_class c where c.relname = any (%s) and pg_relation_size(c.oid) = 0"
+        assert connection.execute(empty, [days]).fetchall() == []
+
+
 def test_a_claim_that_sweeps_locks_no_table_of_another_queue(connection: psycopg.Connection[Any], name: str) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
