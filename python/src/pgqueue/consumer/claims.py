@@ -184,7 +184,7 @@ class Claims:
     def _note_lock(self, message: ClaimedMessage) -> None:
         if not message.is_locked and message.state is not State.COMMITTING:
             message.is_locked = True
-            if message.token is not None:
+            if self._settings.mode == "lease":
                 text = f"message {message.id} is locked by a transaction, and is not extended or settled before it ends"
                 self._runtime.log_about(message, logging.WARNING, text)
 
