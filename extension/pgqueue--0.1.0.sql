@@ -10944,7 +10944,7 @@ begin
             from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
             left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
             where n.sent <> n.expected
-            order by n.place;
+            order by n.place limit 1;
         end if;
         perform pgqueue._wake_if_waiting(part.queue, pgqueue._now());
     end loop;

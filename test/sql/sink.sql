@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(203);
+select plan(204);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -322,6 +322,11 @@ select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::u
     format('PQ010 run %s staged 1 message in partition unknown, and 0 are there', pg_temp.run(10)), 'sink_commit refuses an unknown token');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{3}'', ''lost'', 1)', pg_temp.run(11), :'token')),
     format('PQ010 run %s staged 3 messages in partition unknown, and 0 are there', pg_temp.run(11)), 'sink_commit refuses a token of another run');
+select pg_temp.staged('sink', pg_temp.run(10), 5, 1, '{4}') as later \gset
+select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::uuid[], ''{2,2}'', ''lost'', 1)', pg_temp.run(10), :'later', :'token')),
+    format('PQ010 run %s staged 2 messages in partition 5, and 1 is there', pg_temp.run(10)), 'sink_commit names the first of several tokens whose count is wrong');
+delete from pgqueue.staged_attempts a where a.token = :'later';
+delete from pgqueue.staged_messages s where s.token = :'later';
 select is(row(pg_temp.sent('sink'), pg_temp.left_over(pg_temp.run(10)))::text, row('{}'::jsonb[], '{1,3}'::bigint[])::text, 'a refused sink_commit sends nothing and deletes nothing');
 select is(pgqueue.sink_commit(pg_temp.run(10), array[:'token']::uuid[], '{3}', 'lost', 1), true, 'sink_commit with the right count returns true after refused calls for the same version');
 
