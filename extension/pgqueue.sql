@@ -3282,6 +3282,7 @@ declare
     open_keys text[];
     open_ids bigint[];
     added bigint[];
+    written bigint[];
     are_locked boolean;
     seen record;
 begin
@@ -3338,7 +3339,21 @@ begin
                 where u.key collate "C" not in (select k from unnest(seen.lost_keys) as k);
             elsif seen.own_ids is null then
                 -- Waits for transactions that are changing the keys.
-                added := added || pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, seen.free_ids);
+                if seen.free_ids is not null then
+                    written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, seen.free_ids);
+                else
+                    -- Calls that only keep keys do not wait for each other: an error releases the locks before the
+                    -- transaction ends.
+                    begin
+                        written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, '{}');
+                        if written = '{}' then
+                            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+                        end if;
+                    exception when sqlstate 'PQ004' then
+                        null;
+                    end;
+                end if;
+                added := added || written;
                 are_locked := true;
             end if;
         end loop;
@@ -3613,9 +3628,6 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
-    is_locked boolean;
-    queue pgqueue.queues;
-    present bigint;
 begin
     -- The fast path for a key that is new and whose window ends within the period is two inserts.
     with new_key as (
@@ -3647,30 +3659,15 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select k.id, k.is_locked into new_id, is_locked
+        select k.id into new_id
         from pgqueue.queues q
         cross join lateral pgqueue._read_dedup_keys(
             q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
             array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
-        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken
+        where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
             and delay = interval '0'
             and pgqueue._is_valid(
                 q, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, expires_in, _enqueue_deduplicated.body);
-        if is_locked then
-            begin
-                select c.* into queue from pgqueue.queues c
-                where c.name = _enqueue_deduplicated.queue_name collate "C";
-                present := pgqueue._dedup_period(pgqueue._dedup_class(queue.dedup_window), at);
-                perform pgqueue._write_dedup_keys(queue, present, array[dedup_key], '{0}', at, '{}');
-                select k.id into new_id from pgqueue._read_dedup_keys(queue, present, array[dedup_key], at, '{}', '{}') k
-                where k.is_taken;
-                -- Only an error releases the lock before the transaction ends. Calls that keep a key must not wait for
-                -- each other.
-                perform pgqueue._raise_queue_busy(queue_name, 'enqueue');
-            exception when sqlstate 'PQ004' then
-                null;
-            end;
-        end if;
     end if;
     if new_id is null then
         new_id := pgqueue.enqueue_batch(

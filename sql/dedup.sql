@@ -139,6 +139,7 @@ declare
     open_keys text[];
     open_ids bigint[];
     added bigint[];
+    written bigint[];
     are_locked boolean;
     seen record;
 begin
@@ -195,7 +196,21 @@ begin
                 where u.key collate "C" not in (select k from unnest(seen.lost_keys) as k);
             elsif seen.own_ids is null then
                 -- Waits for transactions that are changing the keys.
-                added := added || pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, seen.free_ids);
+                if seen.free_ids is not null then
+                    written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, seen.free_ids);
+                else
+                    -- Calls that only keep keys do not wait for each other: an error releases the locks before the
+                    -- transaction ends.
+                    begin
+                        written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, '{}');
+                        if written = '{}' then
+                            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+                        end if;
+                    exception when sqlstate 'PQ004' then
+                        null;
+                    end;
+                end if;
+                added := added || written;
                 are_locked := true;
             end if;
         end loop;
