@@ -275,6 +275,7 @@ def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
         connection.execute("select pgqueue.expose_transport(q.name) from pgqueue.create_queue(%s) q", [queue])
     connection.execute(f"insert into \"{queue}\" (headers, body) values ('{{}}', 'x')".encode())
     connection.execute("select pgqueue.create_result(%s, 1, gen_random_uuid(), expires_in => '0')", [queue])
+    connection.execute("select pgqueue.sweep_staged('0')")  # what other tests have staged
     connection.execute("select pgqueue.sink_stage(%s, gen_random_uuid(), 0, 0)", [queue])
     connection.execute("select pgqueue.create_schedule(%s, %s, '@yearly')", [queue, queue])
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", [queue])
