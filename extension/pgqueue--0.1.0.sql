@@ -3529,6 +3529,7 @@ as $$
         else headers
     end
 $$;
+
 create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
 returns void
 language plpgsql stable
@@ -3597,6 +3598,7 @@ begin
     end if;
 end;
 $$;
+
 create function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 )

@@ -3506,6 +3506,7 @@ as $$
         else headers
     end
 $$;
+
 create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
 returns void
 language plpgsql stable
@@ -3574,6 +3575,7 @@ begin
     end if;
 end;
 $$;
+
 create function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 )

@@ -12,6 +12,7 @@ as $$
         else headers
     end
 $$;
+
 create or replace function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
 returns void
 language plpgsql stable
@@ -80,6 +81,7 @@ begin
     end if;
 end;
 $$;
+
 create or replace function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 )
