@@ -5639,6 +5639,26 @@ comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) i
 ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
 finds these.';
 
+create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(
+        registers[(min(w.position) >> 59) + 1],
+        greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
+    from (
+        select pgqueue._level_position(m) as position
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w
+    group by w.position >> 59;
+end;
+$$;
+
 create function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
@@ -6153,8 +6173,13 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
-        -- The next claim sweeps, and finds them.
-        perform setval(q.next_sweep_at, 1);
+        if q.priorities then
+            -- A sweep would give them out before messages with a higher priority that are sent later.
+            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
+        else
+            -- The next claim sweeps, and finds them.
+            perform setval(q.next_sweep_at, 1);
+        end if;
     end if;
     return candidate_ids[:tokens_taken];
 end;

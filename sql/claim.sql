@@ -150,8 +150,13 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
-        -- The next claim sweeps, and finds them.
-        perform setval(q.next_sweep_at, 1);
+        if q.priorities then
+            -- A sweep would give them out before messages with a higher priority that are sent later.
+            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
+        else
+            -- The next claim sweeps, and finds them.
+            perform setval(q.next_sweep_at, 1);
+        end if;
     end if;
     return candidate_ids[:tokens_taken];
 end;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(79);
+select plan(80);
 
 -- Claims return the number of messages. They are kept for the calls that settle them.
 create temporary table claims (queue text, id bigint, token uuid);
@@ -172,6 +172,12 @@ select is((select count(*) from pgqueue.claim('raced')), 0::bigint, 'a claim tha
 create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int language sql volatile as $$ select wanted $$;
 select pgqueue.enqueue('raced', '2') \g /dev/null
 select is((select c.payload from pgqueue.claim('raced') c), '1', 'the next claim takes the message for which there was no token, before later ones');
+create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int language sql volatile as $$ select 0 $$;
+select pgqueue.create_queue('ranked', rate_limit => 10, priorities => true), pgqueue.enqueue('ranked', '1', priority => 0) \g /dev/null
+select count(*) from pgqueue.claim('ranked') \g /dev/null
+create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int language sql volatile as $$ select wanted $$;
+select pgqueue.enqueue('ranked', '2', priority => 9), setseed(0.5) \g /dev/null
+select is((select c.payload from pgqueue.claim('ranked') c), '2', 'a message with a higher priority goes before one for which there was no token');
 
 select * from finish();
 rollback;
