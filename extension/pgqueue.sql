@@ -3201,8 +3201,9 @@ declare
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue. A row that
-    -- _write_dedup_keys has updated keeps its xmin as xmax: that transaction locked it, and has ended.
+    -- truncation of one of them. `offset 0` keeps the planner from a join that reads all keys of the queue, and from a
+    -- hash of all its messages. A row that _write_dedup_keys has updated keeps its xmin as xmax: that transaction has
+    -- locked it, and has ended.
     for key, id, is_taken, is_locked in execute format('
         select u.key, k.id,
             pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s),
@@ -3216,8 +3217,9 @@ begin
         slice, case
             when q.dedup_window > '0' then 'true'
             else '
-                exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
-                or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
+                exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id offset 0)
+                or exists (
+                    select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id offset 0)'
         end)
     using q, period, keys, at, new_ids, gone
     loop
