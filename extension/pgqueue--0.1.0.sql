@@ -5595,7 +5595,9 @@ comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], big
 'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
 that is over returns the positions of visible messages that are not ready, too.';
 
-create function pgqueue._walk_levels(q pgqueue.queues, at timestamptz, taken bigint[], wanted int)
+create function pgqueue._walk_levels(
+    q pgqueue.queues, at timestamptz, taken bigint[], wanted int, oldest_first boolean
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5607,7 +5609,7 @@ declare
     found_ids bigint[];
     positions bigint[];
 begin
-    if random() < 0.1 then
+    if oldest_first then
         -- Each message is the oldest one at some time, so none waits for ever.
         select f.floor into oldest
         from unnest(floors) as f (floor)
@@ -5781,6 +5783,29 @@ begin
 end;
 $$;
 
+create function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[];
+begin
+    select array_agg(w.id order by w.position) into ids
+    from (
+        select m.id, pgqueue._level_position(m) as position
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, swept_ids || walked_ids) k
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w;
+    perform pgqueue._set_levels_back(q, array(
+        select u.id from unnest(ids[wanted + 1:]) as u (id) where u.id in (select i from unnest(walked_ids) as i)));
+    return ids[:wanted];
+end;
+$$;
+comment on function pgqueue._take_highest(pgqueue.queues, bigint[], bigint[], int) is
+'Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
+find the others again.';
+
 create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
@@ -5791,6 +5816,7 @@ declare
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
     next_sweep constant bigint := pgqueue._register_value(q.next_sweep_at);
     is_sweep_due constant boolean := next_sweep - now_micros not between 1 and 15000000;
+    oldest_first constant boolean := random() < 0.1;
     candidate_ids bigint[] := '{}'::bigint[];
 begin
     if q.paused_at is not null then
@@ -5803,9 +5829,13 @@ begin
     if is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;
-    if cardinality(candidate_ids) < wanted then
+    if candidate_ids = '{}' or oldest_first and cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._walk_levels(
-            q, at, candidate_ids, wanted - cardinality(candidate_ids));
+            q, at, candidate_ids, wanted - cardinality(candidate_ids), oldest_first);
+    elsif not oldest_first then
+        -- What the sweep has found may have a lower priority than what no claim has passed.
+        candidate_ids := pgqueue._take_highest(
+            q, candidate_ids, pgqueue._walk_levels(q, at, candidate_ids, wanted, false), wanted);
     end if;
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(58);
+select plan(60);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -161,6 +161,15 @@ select is(pg_temp.claim('expired', 2), '9y 5x', 'messages of these priorities th
 select pg_temp.at('2030-01-01 13:06:10'), setval(q.next_sweep_at, 1), setseed(0.5) from pgqueue.queues q where q.name = 'expired' \g /dev/null
 select is((select count(*) filter (where m.payload = '"hidden"') from pgqueue.claim('expired', 5200) m), 5000::bigint, 'a sweep finds the others when they have become visible');
 select pgqueue.drop_queue('expired'), pg_temp.at('2030-01-01 12:06:20') \g /dev/null
+
+-- Claims that have ended
+select pgqueue.create_queue('lapsed', '1 s', priorities => true) \g /dev/null
+select pg_temp.send('lapsed', '2a 2b 2c'), setseed(0.5) \g /dev/null
+select pg_temp.claim('lapsed'), pg_temp.at('2030-01-01 12:07:00'), pg_temp.send('lapsed', '9d 1e 9f') \g /dev/null
+select is(pg_temp.claim_each('lapsed', 6), '9d 9f 2a 2b 2c 1e', 'messages whose claims have ended keep their priority');
+select pg_temp.at('2030-01-01 12:08:00'), pg_temp.send('lapsed', '2g 9h 1i'), setseed(0.5) \g /dev/null
+select is((select string_agg(m.payload #>> '{}', ' ') from pgqueue.claim('lapsed', 5) m), '9d 9f 9h 2a 2b', 'one claim takes both in this order');
+select pgqueue.drop_queue('lapsed') \g /dev/null
 
 -- Shares
 select pgqueue.create_queue('shares', priorities => true) \g /dev/null

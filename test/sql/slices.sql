@@ -193,7 +193,7 @@ begin
     perform pg_temp.pass('2 s');
     if priorities then
         -- A sweep, with which a claim continues, finds the message.
-        select pgqueue._walk_levels(q, pgqueue._now(), '{}', 1) into found_ids from pgqueue.queues q where q.name = queue;
+        select pgqueue._walk_levels(q, pgqueue._now(), '{}', 1, false) into found_ids from pgqueue.queues q where q.name = queue;
     else
         found_ids := array(select c.id from pgqueue.claim(queue) c);
     end if;
