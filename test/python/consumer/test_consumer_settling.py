@@ -383,7 +383,7 @@ async def test_a_claim_acknowledges_the_messages_of_an_earlier_claim_in_the_same
     answer: Any, kinds: list[str], ends: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "_ACKS_OF_CLAIM", 3)
-    desk = Desk(**{"exchange": [answer], "pgqueue.claim(": [[NEXT]]})
+    desk = Desk("lease", **{"exchange": [answer], "pgqueue.claim(": [[NEXT]]})
     first, third = desk.hold(1, 3)
     other = claimed(2, uuid4())
     other.become(State.WORKING)
