@@ -1032,15 +1032,12 @@ $$;
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
-create function pgqueue._with_number(number bigint, noun text)
-returns text
+create function pgqueue._with_number(number bigint, noun text) returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
-create function pgqueue._element(argument text, place bigint, messages int)
-returns text
-language sql immutable strict parallel safe
-as $$
+create function pgqueue._element(argument text, place bigint, messages int) returns text
+language sql immutable strict parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
@@ -1049,11 +1046,8 @@ comment on function pgqueue._element(text, bigint, int) is
 'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
 has one message.';
 
-create function pgqueue._raise_invalid(argument text, given text, expected text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_invalid(argument text, given text, expected text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'invalid_parameter_value',
@@ -1064,11 +1058,8 @@ $$;
 
 create function pgqueue._raise_queue_not_found(
     queue_name text, role_name name default null, accesses text[] default null
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     raise exception using
         errcode = 'PQ001',
@@ -1083,11 +1074,8 @@ $$;
 comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
 'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
 
-create function pgqueue._raise_queue_exists(queue_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_queue_exists(queue_name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ002',
@@ -1102,11 +1090,8 @@ $$;
 
 create function pgqueue._raise_payload_too_large(
     queue_name text, argument text, bytes bigint, limit_bytes bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ003',
@@ -1119,11 +1104,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_queue_busy(queue_name text, verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_queue_busy(queue_name text, verb text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ004',
@@ -1132,11 +1114,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_stale_snapshot(object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stale_snapshot(object text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'serialization_failure',
@@ -1148,11 +1127,8 @@ $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
 'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
 
-create function pgqueue._raise_role_not_found(role_name name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_role_not_found(role_name name) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'undefined_object',
@@ -1164,11 +1140,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_not_allowed(role_name name, action text, object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_not_allowed(role_name name, action text, object text) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     raise exception using
         errcode = 'insufficient_privilege',
@@ -1180,17 +1153,13 @@ $$;
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
 
-create function pgqueue._is_name(name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
+create function pgqueue._is_name(name text) returns boolean
+language sql immutable parallel safe as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
 comment on function pgqueue._is_name(text) is
 'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
 
-create function pgqueue._privileges_of(accesses text[])
-returns text
-language sql immutable parallel safe
-as $$
+create function pgqueue._privileges_of(accesses text[]) returns text
+language sql immutable parallel safe as $$
     select string_agg(p.privilege, ', ' order by p.privilege)
     from (values
         ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
@@ -1199,16 +1168,12 @@ as $$
     where p.access = any (accesses)
 $$;
 
-create function pgqueue._access_view(name_or_pattern text)
-returns text
+create function pgqueue._access_view(name_or_pattern text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 
-create function pgqueue._may_use(caller name, queue_name text, privileges text)
-returns boolean
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._may_use(caller name, queue_name text, privileges text) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
     n int := 0;
 begin
@@ -1234,11 +1199,8 @@ $$;
 comment on function pgqueue._may_use(name, text, text) is
 'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
-create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
-returns boolean
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
     if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
@@ -1256,11 +1218,8 @@ comment on function pgqueue._may_or_raise(text, text, boolean) is
 'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
 if the queue would be created, 42501.';
 
-create function pgqueue._require_admin_of_all(caller name, verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._require_admin_of_all(caller name, verb text) returns void
+language plpgsql stable as $$
 begin
     if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
         perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);
@@ -1310,24 +1269,18 @@ end;
 $$;
 -- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
-create function pgqueue._now()
-returns timestamptz
-language sql volatile parallel safe
-as $$ select clock_timestamp() $$;
+create function pgqueue._now() returns timestamptz
+language sql volatile parallel safe as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
 'The current time. Not now(): it stands still in a transaction, so claims and delays would start in the past.';
 
-create function pgqueue._add_interval(moment timestamptz, span interval)
-returns timestamptz
-language sql stable parallel safe
-as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
+create function pgqueue._add_interval(moment timestamptz, span interval) returns timestamptz
+language sql stable parallel safe as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.';
 
-create function pgqueue._has_time()
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._has_time() returns boolean
+language sql volatile as $$
     select current_setting('statement_timeout') = '0'
         or pgqueue._now() < statement_timestamp() + current_setting('statement_timeout')::interval / 2
 $$;
@@ -1335,10 +1288,8 @@ comment on function pgqueue._has_time() is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
 Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.';
 
-create function pgqueue._is_walk_over(at timestamptz)
-returns boolean
-language sql volatile
-as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
+create function pgqueue._is_walk_over(at timestamptz) returns boolean
+language sql volatile as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
 comment on function pgqueue._is_walk_over(timestamptz) is
 'Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then takes
 messages to remove, too: so it ends, and the register passes them. Inlined.';
@@ -1346,32 +1297,24 @@ messages to remove, too: so it ends, and the register passes them. Inlined.';
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
 
-create function pgqueue._to_micros(moment timestamptz)
-returns bigint
-language sql stable parallel safe
-as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
+create function pgqueue._to_micros(moment timestamptz) returns bigint
+language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._to_micros(timestamptz) is
 'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
 Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
-create function pgqueue._from_micros(micros bigint)
-returns timestamptz
+create function pgqueue._from_micros(micros bigint) returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 
-create function pgqueue._clamp_due_at(due_at timestamptz)
-returns timestamptz
-language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
+create function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
+language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
-create function pgqueue._take_number(queue_name text)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._take_number(queue_name text) returns bigint
+language plpgsql volatile as $$
 declare
     number bigint;
     leftover regclass;
@@ -1409,11 +1352,8 @@ comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
-create function pgqueue._create_register(queue_id bigint, role text)
-returns regclass
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._create_register(queue_id bigint, role text) returns regclass
+language plpgsql volatile as $$
 begin
     execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
@@ -1421,37 +1361,28 @@ begin
 end;
 $$;
 
-create function pgqueue._register_value(register regclass)
-returns bigint
-language sql volatile
-as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
+create function pgqueue._register_value(register regclass) returns bigint
+language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 
-create function pgqueue._sequence_name(role text, queue_name text)
-returns text
+create function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
 comment on function pgqueue._sequence_name(text, text) is
 'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
 name, as the name of a queue can be longer than an identifier. Inlined.';
 
-create function pgqueue._counter(role text, queue_name text)
-returns regclass
-language sql stable parallel safe
-as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
+create function pgqueue._counter(role text, queue_name text) returns regclass
+language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
 
-create function pgqueue._counter_roles()
-returns text[]
+create function pgqueue._counter_roles() returns text[]
 language sql immutable parallel safe
 as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
 comment on function pgqueue._counter_roles() is
 'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
 one message.';
 
-create function pgqueue._count_many(ones regclass, tens regclass, messages int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._count_many(ones regclass, tens regclass, messages int) returns int
+language plpgsql volatile as $$
 begin
     -- A loop over one expression. A statement with generate_series would take twice as long.
     for i in 1..messages / 10 + messages % 10 loop
@@ -1461,10 +1392,8 @@ begin
 end;
 $$;
 
-create function pgqueue._count(role text, queue_name text, messages int)
-returns int
-language sql volatile
-as $$
+create function pgqueue._count(role text, queue_name text, messages int) returns int
+language sql volatile as $$
     select case
         when messages > 1 then pgqueue._count_many(
             case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
@@ -1479,10 +1408,8 @@ comment on function pgqueue._count(text, text, int) is
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
 
-create function pgqueue._total_query(role text, queue_name text)
-returns text
-language sql stable
-as $$
+create function pgqueue._total_query(role text, queue_name text) returns text
+language sql stable as $$
     select coalesce(
         '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
         || case when role || '_tens' = any (pgqueue._counter_roles()) then
@@ -1492,19 +1419,13 @@ as $$
         'null')
 $$;
 
-create function pgqueue._missing_counters(queue_name text)
-returns text[]
-language sql stable
-as $$
+create function pgqueue._missing_counters(queue_name text) returns text[]
+language sql stable as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
 
-create function pgqueue._create_counters(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create function pgqueue._create_counters(queue_name text) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     role text;
 begin
@@ -1517,12 +1438,8 @@ begin
 end;
 $$;
 
-create function pgqueue._drop_counters(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create function pgqueue._drop_counters(queue_name text) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     role text;
 begin
@@ -1532,11 +1449,8 @@ begin
 end;
 $$;
 
-create function pgqueue._revoke_default_privileges(relation regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._revoke_default_privileges(relation regclass) returns void
+language plpgsql volatile as $$
 declare
     role_name name;
 begin
@@ -1556,10 +1470,8 @@ end;
 $$;
 -- The delay of a message after a failed attempt, if the consumer gives none.
 
-create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
-returns interval
-language sql volatile parallel safe
-as $$
+create function pgqueue._backoff(q pgqueue.queues, attempt_count int) returns interval
+language sql volatile parallel safe as $$
     select interval '1 s' * (
         least(
             date_part('epoch', q.backoff_max),
@@ -1574,24 +1486,18 @@ $$;
 -- plan for constants could read the whole queue.
 
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-returns setof record
-language sql immutable parallel safe
-as $$ select ids, null::bigint, null::text[] $$;
+returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
 comment on function pgqueue._lookup_keys(text, bigint[]) is
 'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
 order.';
 
 create function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-)
-returns boolean
-language sql immutable parallel safe
-as $$ select queue_name = name and id = any (key_ids) $$;
+) returns boolean
+language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
 
-create function pgqueue._has_current_key_lookup()
-returns boolean
-language sql stable
-as $$
+create function pgqueue._has_current_key_lookup() returns boolean
+language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
@@ -1603,11 +1509,8 @@ installation that is no extension, it may have another.';
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
 -- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
 -- scans.
-create function pgqueue._install_key_lookup()
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._install_key_lookup() returns void
+language plpgsql volatile as $$
 declare
     joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
@@ -1628,63 +1531,48 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
+create function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
+language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
 comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
-create function pgqueue._array_except(ids bigint[], others bigint[])
-returns bigint[]
-language sql immutable parallel safe
-as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+create function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
+language sql immutable parallel safe as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 
-create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
-create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
-create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create function pgqueue._is_spent(m pgqueue.messages, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
-create function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
-create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
-returns boolean
+create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
 
-create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid)
-returns boolean
+create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 
-create function pgqueue._is_unclaimed(m pgqueue.messages)
-returns boolean
+create function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
 comment on function pgqueue._is_unclaimed(pgqueue.messages) is
@@ -1693,9 +1581,7 @@ comment on function pgqueue._is_unclaimed(pgqueue.messages) is
 create function pgqueue._lock_claims(
     q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     if ids is null or (select bool_or(i is null) from unnest(ids) as i) then
         perform pgqueue._raise_invalid('ids', ids::text, 'an array of ids of claimed messages, without nulls');
@@ -1743,34 +1629,26 @@ is, and the ids of these messages. A claim that is given twice has the same answ
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
-create function pgqueue._lock_key(queue_name text)
-returns bigint
-language sql immutable strict parallel safe
-as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
+create function pgqueue._lock_key(queue_name text) returns bigint
+language sql immutable strict parallel safe as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
-create function pgqueue._lock_queue(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
+create function pgqueue._lock_queue(queue_name text) returns boolean
+language sql volatile as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
 'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
 lock before it locks message rows, and locks message rows by id.';
 
-create function pgqueue._has_fixed_snapshot()
-returns boolean
+create function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 comment on function pgqueue._has_fixed_snapshot() is
 'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
 later.';
 
-create function pgqueue._refuse_missing_queue(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._refuse_missing_queue(queue_name text) returns void
+language plpgsql volatile as $$
 begin
     -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
     -- unique index. If there is no such queue, the error raised below rolls the insert back.
@@ -1785,11 +1663,8 @@ begin
 end;
 $$;
 
-create function pgqueue._require_current_snapshot(object text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._require_current_snapshot(object text) returns void
+language plpgsql volatile as $$
 declare
     snapshot constant pg_snapshot := pg_current_snapshot();
 begin
@@ -1817,11 +1692,8 @@ comment on function pgqueue._require_current_snapshot(text) is
 'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
 snapshot and any transaction has committed since.';
 
-create function pgqueue._require_untruncated(tables regclass[])
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._require_untruncated(tables regclass[]) returns void
+language plpgsql volatile as $$
 begin
     if not pgqueue._has_fixed_snapshot() then
         return;
@@ -1843,21 +1715,16 @@ comment on function pgqueue._require_untruncated(regclass[]) is
 'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
 every statement locks its tables first and takes its snapshot second.';
 
-create function pgqueue._require_untruncated_messages()
-returns void
-language sql volatile
-as $$
+create function pgqueue._require_untruncated_messages() returns void
+language sql volatile as $$
     select pgqueue._require_untruncated(array[
         'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
         'pgqueue.sweep_state'
     ]::regclass[])
 $$;
 
-create function pgqueue._get_locked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._get_locked_queue(queue_name text) returns pgqueue.queues
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
 begin
@@ -1881,11 +1748,8 @@ comment on function pgqueue._get_locked_queue(text) is
 'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
 or than a compaction.';
 
-create function pgqueue._get_unlocked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._get_unlocked_queue(queue_name text) returns pgqueue.queues
+language plpgsql stable as $$
 declare
     q pgqueue.queues;
 begin
@@ -1897,11 +1761,8 @@ begin
 end;
 $$;
 
-create function pgqueue._try_lock_existing_queue(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._try_lock_existing_queue(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
         and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
@@ -1911,10 +1772,8 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
-create function pgqueue._dumping_processes()
-returns int[]
-language sql volatile
-as $$
+create function pgqueue._dumping_processes() returns int[]
+language sql volatile as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
     select array(
         select l.pid from pg_catalog.pg_locks l
@@ -1930,17 +1789,13 @@ $$;
 comment on function pgqueue._dumping_processes() is
 'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
-create function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$ select pgqueue._dumping_processes() <> '{}' $$;
+create function pgqueue._is_dump_running() returns boolean
+language sql volatile as $$ select pgqueue._dumping_processes() <> '{}' $$;
 -- The kinds of queues. The queues of a kind share a partition of messages, which has the indexes that they need. A
 -- dedicated queue has a partition of its own.
 
-create function pgqueue._shared_table(q pgqueue.queues)
-returns text
-language sql stable
-as $$
+create function pgqueue._shared_table(q pgqueue.queues) returns text
+language sql stable as $$
     select 'pgqueue.messages_' || case
         when q.group_limit is not null then 'grouped'
         when q.priorities and q.max_in_flight is not null then 'prioritized_limited'
@@ -1950,18 +1805,13 @@ as $$
     end
 $$;
 
-create function pgqueue._partition_of(q pgqueue.queues)
-returns regclass
-language sql stable
-as $$
+create function pgqueue._partition_of(q pgqueue.queues) returns regclass
+language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
-create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
+language plpgsql volatile as $$
 declare
     partition constant text := format('messages_%s', queue_id);
     option text;
@@ -1988,11 +1838,8 @@ comment on function pgqueue._create_partition(text, bigint, regclass) is
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
 
-create function pgqueue._drop_partition_left(queue_id bigint)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._drop_partition_left(queue_id bigint) returns void
+language plpgsql volatile as $$
 begin
     -- The claims of the new queue take the messages over.
     update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
@@ -2000,12 +1847,8 @@ begin
 end;
 $$;
 
-create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean) returns bigint
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
@@ -2034,11 +1877,8 @@ comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean)
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
 and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
-create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(s.name, s.value,
         format('unchanged: the table of the dedicated queue %L was made without it', after.name))
@@ -2052,11 +1892,8 @@ begin
 end;
 $$;
 
-create function pgqueue._with_new_registers(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
+language plpgsql volatile as $$
 begin
     q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
     q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
@@ -2069,14 +1906,8 @@ begin
 end;
 $$;
 
-create function pgqueue._change_kind(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._change_kind(q pgqueue.queues) returns pgqueue.queues
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.sweep_state;
 begin
@@ -2103,11 +1934,8 @@ begin
 end;
 $$;
 
-create function pgqueue._adopt_messages(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._adopt_messages(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 declare
     ids bigint[];
 begin
@@ -2134,10 +1962,8 @@ of the queue. Returns whether there were any.';
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.
 
-create function pgqueue._handlers(event text)
-returns setof regproc
-language sql stable
-as $$
+create function pgqueue._handlers(event text) returns setof regproc
+language sql stable as $$
     select p.oid::regproc
     from pg_catalog.pg_proc p
     -- A range condition on the name, which a catalog index supports.
@@ -2147,11 +1973,8 @@ $$;
 
 create function pgqueue._call_queue_handlers(
     event text, q pgqueue.queues, before pgqueue.queues default null
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     call constant text := case event when 'queue_altered' then 'select %s($2, $1)' else 'select %s($1)' end;
     handler regproc;
@@ -2165,11 +1988,8 @@ comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.q
 'Calls _on_<event>_<module> of each module that defines it. The queue is locked, at queue_dropping exclusively: then its
 row is deleted and its messages still exist. A handler of queue_sweeping must not wait for a lock or raise an error.';
 
-create function pgqueue._call_if_due(event text, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._call_if_due(event text, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     is_housekeeping constant boolean := event = 'housekeeping';
     register constant regclass := case
@@ -2194,12 +2014,8 @@ comment on function pgqueue._call_if_due(text, timestamptz) is
 A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
 that has nothing to do to a later one.';
 
-create function pgqueue._do_at_commit()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._do_at_commit() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     probe tid;
@@ -2237,11 +2053,8 @@ drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
 for each row when (new.outcome is null) execute function pgqueue._do_at_commit();
 
-create function pgqueue._request_at_commit(handler text, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._request_at_commit(handler text, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- The caller may have set all constraints to immediate. The locks would then last until its transaction ends.
     set constraints pgqueue.do_at_commit deferred;
@@ -2252,11 +2065,8 @@ comment on function pgqueue._request_at_commit(text, timestamptz) is
 'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
 exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
-create function pgqueue._module_findings(q pgqueue.queues default null)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._module_findings(q pgqueue.queues default null) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     handler regproc;
 begin
@@ -2267,19 +2077,15 @@ end;
 $$;
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
-create function pgqueue.channel(queue_name text)
-returns text
+create function pgqueue.channel(queue_name text) returns text
 language sql immutable strict parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 
-create function pgqueue._wake(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._wake(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
     -- would not notify in the meantime, and the consumer would sleep past their messages.
@@ -2287,16 +2093,12 @@ begin
 end;
 $$;
 
-create function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
-returns void
+create function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
 language sql volatile
 as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
 
-create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     until constant bigint := pgqueue._register_value(q.waiting_until);
     longest constant bigint := pgqueue._to_micros(at + interval '24 h');
@@ -2312,11 +2114,8 @@ begin
 end;
 $$;
 
-create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
     lock table only pgqueue.messages in row exclusive mode;
@@ -2331,50 +2130,36 @@ $$;
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
-create function pgqueue._archive_marker(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select pgqueue._sequence_name('archives', queue_name) $$;
+create function pgqueue._archive_marker(queue_name text) returns text
+language sql immutable parallel safe as $$ select pgqueue._sequence_name('archives', queue_name) $$;
 
-create function pgqueue._lock_queue_without_archive(queue_name text)
-returns boolean
+create function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
-create function pgqueue._utc_day(moment timestamptz)
-returns date
-language sql immutable parallel safe
-as $$ select (moment at time zone 'UTC')::date $$;
+create function pgqueue._utc_day(moment timestamptz) returns date
+language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
-create function pgqueue._finish_time()
-returns timestamptz
-language sql volatile
-as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
+create function pgqueue._finish_time() returns timestamptz
+language sql volatile as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
 
-create function pgqueue._day_partition_name(day date)
-returns text
-language sql stable parallel safe
-as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+create function pgqueue._day_partition_name(day date) returns text
+language sql stable parallel safe as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 
-create function pgqueue._has_day_partition(day date)
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._has_day_partition(day date) returns boolean
+language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
-returns setof pgqueue.messages
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns setof pgqueue.messages language plpgsql volatile as $$
 declare
     queue_kind bigint;
 begin
@@ -2397,21 +2182,16 @@ begin
 end;
 $$;
 
-create function pgqueue._as_archived(m pgqueue.messages, at timestamptz)
-returns pgqueue.archived_messages
-language sql immutable parallel safe
-as $$
+create function pgqueue._as_archived(m pgqueue.messages, at timestamptz) returns pgqueue.archived_messages
+language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error
     )::pgqueue.archived_messages
 $$;
 
-create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
     acked bigint[];
@@ -2441,9 +2221,7 @@ comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
 create function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
-returns bigint
-language sql stable parallel safe
-as $$
+returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
@@ -2451,9 +2229,7 @@ comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
 'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     id bigint;
     place tid;
@@ -2475,10 +2251,8 @@ comment on function pgqueue._fetch_slice(refcursor) is
 'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
 Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
-create function pgqueue._as_message(s pgqueue.scheduled_messages)
-returns pgqueue.messages
-language sql immutable parallel safe
-as $$
+create function pgqueue._as_message(s pgqueue.scheduled_messages) returns pgqueue.messages
+language sql immutable parallel safe as $$
     select row(
         s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
         s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
@@ -2487,9 +2261,7 @@ as $$
 $$;
 
 create function pgqueue._as_scheduled(m pgqueue.messages, due_at timestamptz, attempt_count int)
-returns pgqueue.scheduled_messages
-language sql immutable parallel safe
-as $$
+returns pgqueue.scheduled_messages language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, due_at, m.enqueued_at, attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
@@ -2497,9 +2269,7 @@ as $$
 $$;
 
 create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns pgqueue.dead_messages
-language sql immutable parallel safe
-as $$
+returns pgqueue.dead_messages language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
@@ -2507,16 +2277,12 @@ as $$
     )::pgqueue.dead_messages
 $$;
 
-create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
-returns boolean
+create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 
-create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
+language plpgsql volatile as $$
 begin
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
@@ -2532,10 +2298,8 @@ same insert, which takes half of the time.';
 -- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
-create function pgqueue._public_queue(q pgqueue.queues)
-returns pgqueue.queue
-language sql stable
-as $$
+create function pgqueue._public_queue(q pgqueue.queues) returns pgqueue.queue
+language sql stable as $$
     select row(
         q.name, q.visibility_timeout, coalesce(nullif(q.max_attempts, 2147483647), 0), q.dlq_enabled,
         q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
@@ -2546,20 +2310,15 @@ as $$
 $$;
 
 create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
-returns boolean
-language sql immutable parallel safe
-as $$
+returns boolean language sql immutable parallel safe as $$
     -- The length in seconds is compared, too: '300000 years -108000000 days' compares as equal to 0, but added to a
     -- moment it leads out of the calendar.
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
 
-create function pgqueue._check_visibility_timeout(visibility_timeout interval)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_visibility_timeout(visibility_timeout interval) returns void
+language plpgsql stable as $$
 begin
     if not pgqueue._is_interval_between(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
@@ -2568,10 +2327,8 @@ begin
 end;
 $$;
 
-create function pgqueue._check_settings(q pgqueue.queues)
-returns void
-language sql stable
-as $$
+create function pgqueue._check_settings(q pgqueue.queues) returns void
+language sql stable as $$
     select pgqueue._raise_invalid(s.name, s.given, s.expected)
     from (values
         ('visibility_timeout', q.visibility_timeout::text, pgqueue._is_interval_between(q.visibility_timeout, '1 s', '43200 s'),
@@ -2612,11 +2369,8 @@ as $$
     where s.is_valid is not true
 $$;
 
-create function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean) returns pgqueue.queues
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     is_left boolean := false;
@@ -2690,13 +2444,9 @@ create function pgqueue.create_queue(
     priorities boolean default false,
     counters boolean default true,
     dead_letter_to pgqueue.queue_of_admin default null
-)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
     model pgqueue.queues;
@@ -2822,13 +2572,9 @@ create function pgqueue.alter_queue(
     counters boolean default null,
     dead_letter_to pgqueue.queue_of_admin default null,
     priorities boolean default null
-)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     before pgqueue.queues;
@@ -2909,12 +2655,8 @@ dead letters that the queue has; the name of the queue itself ends it, and the d
 and PQ004 if a longer transaction has altered the queue or uses it while messages would be moved, or if archiving would
 begin or end for the relation of a transport while a longer transaction uses that relation.';
 
-create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
@@ -2922,12 +2664,8 @@ $$;
 comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
 'Returns a queue with its settings. Raises PQ001.';
 
-create function pgqueue.list_queues(caller pgqueue.caller default current_user)
-returns setof pgqueue.queue
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.list_queues(caller pgqueue.caller default current_user) returns setof pgqueue.queue
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return query
     select l.*
@@ -2939,12 +2677,8 @@ $$;
 comment on function pgqueue.list_queues(pgqueue.caller) is
 'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
-create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
     -- The row is locked even if nothing changes: if it was changed after a fixed snapshot, this statement fails.
@@ -2959,12 +2693,8 @@ comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
-create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     resumed boolean;
@@ -2982,11 +2712,8 @@ comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
-create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
     m.expires_at := null;
@@ -2994,11 +2721,8 @@ begin
 end;
 $$;
 
-create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     m pgqueue.messages;
@@ -3022,15 +2746,9 @@ begin
 end;
 $$;
 
-create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean) returns bigint
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 declare
     -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
     first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
@@ -3080,13 +2798,9 @@ $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
 'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
-create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
@@ -3102,14 +2816,8 @@ statement_timeout has passed, and has then removed some: repeat it until it retu
 once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
 if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
-create function pgqueue._drop_queue(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._drop_queue(q pgqueue.queues) returns bigint
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     removed bigint;
 begin
@@ -3132,13 +2840,9 @@ begin
 end;
 $$;
 
-create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
 begin
@@ -3169,8 +2873,7 @@ uses the queue, or if a longer transaction or a dump keeps a dedicated table fro
 -- lookup reads one table. The unique index of that table decides which of two concurrent senders adds its message. The
 -- table of a period that has ended is truncated as a whole.
 
-create function pgqueue._dedup_class(dedup_window interval)
-returns int
+create function pgqueue._dedup_class(dedup_window interval) returns int
 language sql immutable parallel safe
 -- Periods of class 0 last an hour, of 1 a day, of 2 30 days: at least as long as the window.
 as $$
@@ -3182,21 +2885,15 @@ returns bigint
 language sql stable parallel safe
 as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
 
-create function pgqueue._dedup_slice(class int, period bigint)
-returns int
-language sql immutable parallel safe
-as $$ select 3 * class + (period % 3)::int $$;
+create function pgqueue._dedup_slice(class int, period bigint) returns int
+language sql immutable parallel safe as $$ select 3 * class + (period % 3)::int $$;
 
-create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz)
-returns timestamptz
+create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 
-create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text) returns void
+language plpgsql stable as $$
 begin
     if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
         perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
@@ -3209,16 +2906,10 @@ end;
 $$;
 
 create function pgqueue._read_dedup_keys(
-    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[],
-    out key text, out id bigint, out is_taken boolean, out is_locked boolean
-)
-returns setof record
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
+    out id bigint, out is_taken boolean, out is_locked boolean
+) returns setof record
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
@@ -3257,12 +2948,8 @@ about to add. is_locked is false if no other transaction is changing the key.';
 
 create function pgqueue._write_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], ids bigint[], at timestamptz, free_ids bigint[]
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-as $$
+) returns bigint[]
+language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
 declare
     written bigint[];
 begin
@@ -3287,14 +2974,8 @@ keys until the transaction ends, in the order of the keys: so the next _read_ded
 
 create function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_nestloop = off
-set jit = off
-as $$
+) returns bigint[]
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_nestloop = off set jit = off as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
     present constant bigint := pgqueue._dedup_period(class, at);
@@ -3396,17 +3077,11 @@ messages in gone count as free. If several elements have the same key, the first
 replace, the last. An element without a key keeps its id.';
 
 create function pgqueue._replace_message(
-    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
-    payload jsonb, body bytea, headers jsonb
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid, payload jsonb,
+    body bytea, headers jsonb
+) returns boolean
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 declare
     new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
 begin
@@ -3448,9 +3123,7 @@ end;
 $$;
 
 create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
-returns void
-language sql volatile
-as $$
+returns void language sql volatile as $$
     -- In the order in which senders lock the rows of a key.
     select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
     from generate_series(
@@ -3458,10 +3131,8 @@ as $$
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), -1) as period
 $$;
 
-create function pgqueue._ended_dedup_tables(at timestamptz)
-returns setof regclass
-language sql stable
-as $$
+create function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
+language sql stable as $$
     select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
     from generate_series(0, 2) as c
     where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
@@ -3469,11 +3140,8 @@ $$;
 comment on function pgqueue._ended_dedup_tables(timestamptz) is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
-create function pgqueue._truncate_dedup_keys(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._truncate_dedup_keys(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     keys regclass;
 begin
@@ -3497,11 +3165,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_maintenance_due_dedup(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_maintenance_due_dedup(at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- The statistics are read without a lock of the table.
     if not pgqueue._is_dump_running() and exists (
@@ -3519,10 +3184,8 @@ end;
 $$;
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
-create function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
-returns jsonb
-language sql stable parallel safe
-as $$
+create function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int) returns jsonb
+language sql stable parallel safe as $$
     select case
         when group_key is null and priority is null then headers
         when headers is null or jsonb_typeof(headers) = 'object'
@@ -3532,11 +3195,8 @@ as $$
     end
 $$;
 
-create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[]) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(
         pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
@@ -3551,11 +3211,8 @@ $$;
 
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 declare
     content constant text := pgqueue._element(case when body is null then 'payload' else 'body' end, place, messages);
     bytes bigint;
@@ -3586,11 +3243,8 @@ $$;
 
 create function pgqueue._check_enqueue(
     delay interval, expires_in interval, place bigint default 1, messages int default 1
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid(pgqueue._element('delay', place, messages), delay::text, 'an interval from 0 to 10 years (3652.5 days)');
@@ -3603,10 +3257,8 @@ $$;
 
 create function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
-)
-returns boolean
-language sql immutable parallel safe
-as $$
+) returns boolean
+language sql immutable parallel safe as $$
     -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
     select case when body is null then octet_length(payload::text) when payload is null then octet_length(body) end
         <= q.max_payload_bytes
@@ -3618,10 +3270,8 @@ comment on function pgqueue._is_valid(pgqueue.queues, jsonb, jsonb, interval, by
 
 create function pgqueue._notify_if_valid(
     q pgqueue.queues, at timestamptz, payload jsonb, headers jsonb, expires_in interval, body bytea
-)
-returns boolean
-language sql volatile
-as $$
+) returns boolean
+language sql volatile as $$
     select case
             -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
@@ -3637,21 +3287,10 @@ comment on function pgqueue._notify_if_valid(pgqueue.queues, timestamptz, jsonb,
 One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create function pgqueue._enqueue_deduplicated(
-    queue_name text,
-    payload jsonb,
-    delay interval,
-    headers jsonb,
-    expires_in interval,
-    message_id uuid,
-    body bytea,
-    dedup_key text,
-    on_duplicate text
-)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-as $$
+    queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,
+    dedup_key text, on_duplicate text
+) returns bigint
+language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
@@ -3717,13 +3356,9 @@ create function pgqueue.enqueue(
     on_duplicate text default 'keep',
     group_key text default null,
     priority int default null
-)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set jit = off
-as $$
+) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
@@ -3811,13 +3446,10 @@ and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 i
 large.';
 
 create function pgqueue._take_or_replace(
-    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz,
-    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz, payloads jsonb[],
+    bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     holders bigint[];
     gone bigint[] := '{}'::bigint[];
@@ -3848,13 +3480,10 @@ end;
 $$;
 
 create function pgqueue._schedule_batch(
-    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,
-    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz, payloads jsonb[], bodies bytea[], headers jsonb[],
+    message_ids uuid[], delays interval[], expires_at timestamptz
+) returns void
+language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
@@ -3895,13 +3524,9 @@ create function pgqueue.enqueue_batch(
     on_duplicate text default 'keep',
     group_keys text[] default null,
     priorities int[] default null
-)
-returns setof bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set jit = off
-as $$
+) returns setof bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -3999,10 +3624,8 @@ payload, body or headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
-create function pgqueue._running_writers()
-returns text[]
-language sql volatile
-as $$
+create function pgqueue._running_writers() returns text[]
+language sql volatile as $$
     select array(
         select distinct l.virtualtransaction
         from pg_catalog.pg_locks l
@@ -4022,8 +3645,7 @@ comment on function pgqueue._running_writers() is
 'The running transactions that have written to messages, through the parent or directly to a partition, to
 scheduled_messages or to requeued_messages, including prepared transactions.';
 
-create function pgqueue._first_possible_id(s pgqueue.sweep_state)
-returns bigint
+create function pgqueue._first_possible_id(s pgqueue.sweep_state) returns bigint
 language sql immutable parallel safe
 -- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
 as $$
@@ -4036,8 +3658,7 @@ comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
 
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
-language sql stable
-as $$
+language sql stable as $$
     select r
     from unnest(
         int8multirange(int8range(from_id, greatest(from_id, below_id)))
@@ -4045,18 +3666,13 @@ as $$
     ) as r
 $$;
 
-create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
-returns timestamptz
-language sql immutable parallel safe
-as $$ select case when recorded <= at then recorded else '-infinity' end $$;
+create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
+language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
 comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
-create function pgqueue._sweep_state_of(queue_name text, at timestamptz)
-returns pgqueue.sweep_state
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
+language plpgsql stable as $$
 declare
     s pgqueue.sweep_state;
 begin
@@ -4069,25 +3685,17 @@ begin
 end;
 $$;
 
-create function pgqueue._first_id_of(queue_name text)
-returns bigint
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
+create function pgqueue._first_id_of(queue_name text) returns bigint
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
 
-create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
-returns timestamptz
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
+create function pgqueue._first_due_at_of(queue_name text, at timestamptz) returns timestamptz
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
 
-create function pgqueue._first_check_at_of(queue_name text, at timestamptz)
-returns timestamptz
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
+create function pgqueue._first_check_at_of(queue_name text, at timestamptz) returns timestamptz
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
 
-create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
-returns boolean
-language sql stable parallel safe
-as $$
+create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
+language sql stable parallel safe as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
@@ -4095,8 +3703,7 @@ comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestampt
 'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
 in another hour than the present one.';
 
-create function pgqueue._next_span(span bigint)
-returns bigint
+create function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
 -- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
@@ -4108,9 +3715,7 @@ create function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         select
@@ -4138,11 +3743,8 @@ comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, times
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none.';
 
-create function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         return (
@@ -4154,12 +3756,10 @@ end;
 $$;
 
 create function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int, out n int,
+    out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
     -- not the message, the message is gone, or has come back with a new row.
@@ -4177,11 +3777,8 @@ begin
 end;
 $$;
 
-create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
     if gone is null or pgqueue._has_fixed_snapshot() then
@@ -4201,10 +3798,7 @@ end;
 $$;
 
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
-returns pgqueue.sweep_state
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns pgqueue.sweep_state language plpgsql volatile as $$
 declare
     -- A due time can lie 100 ms back (_clamp_due_at), and the clock can be set back by less than the rest unnoticed.
     settled_at constant timestamptz := s.settled_at - interval '1 s';
@@ -4275,10 +3869,7 @@ end;
 $$;
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns boolean language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     bound bigint;
@@ -4374,10 +3965,8 @@ comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigi
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
-create function pgqueue._pages_read(q pgqueue.queues)
-returns bigint
-language sql volatile
-as $$
+create function pgqueue._pages_read(q pgqueue.queues) returns bigint
+language sql volatile as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched(case
@@ -4388,17 +3977,14 @@ comment on function pgqueue._pages_read(pgqueue.queues) is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
 pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
 
-create function pgqueue._are_many_pages(pages bigint, living bigint)
-returns boolean
+create function pgqueue._are_many_pages(pages bigint, living bigint) returns boolean
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
 
 create function pgqueue._record_if_old(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
@@ -4420,10 +4006,8 @@ standby, records nothing.';
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
-create function pgqueue._has_uncommitted_delays()
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._has_uncommitted_delays() returns boolean
+language sql volatile as $$
     select exists (
         select from pg_catalog.pg_locks l
         where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
@@ -4435,9 +4019,7 @@ $$;
 create function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     due refcursor;
     places tid[];
@@ -4482,11 +4064,8 @@ comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, ti
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
 
-create function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
-returns setof pgqueue.messages
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._delete_messages(q pgqueue.queues, ids bigint[]) returns setof pgqueue.messages
+language plpgsql volatile as $$
 begin
     if q.kind is not null then
         return query
@@ -4507,9 +4086,7 @@ $$;
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     spent refcursor;
     slice_ids bigint[];
@@ -4573,10 +4150,7 @@ comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], tim
 gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
-returns bigint[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql stable as $$
 declare
     -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
     fresh_from_id constant bigint := case
@@ -4648,10 +4222,7 @@ comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bi
 expired. The next sweep that passes them removes them.';
 
 create function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns int language plpgsql volatile as $$
 declare
     ids bigint[] := '{0}'::bigint[];
     removed int := 0;
@@ -4669,10 +4240,7 @@ $$;
 -- slow down claims.
 
 create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     moved_ids bigint[] := '{}'::bigint[];
     moved int;
@@ -4752,11 +4320,8 @@ first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
     -- sort.
@@ -4775,11 +4340,8 @@ begin
 end;
 $$;
 
-create function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz) returns bigint[]
+language plpgsql volatile as $$
 declare
     ready_ids constant bigint[] := pgqueue._lock_ready(q, ids, '{}', at, cardinality(ids));
 begin
@@ -4793,11 +4355,8 @@ $$;
 
 create function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
@@ -4833,11 +4392,8 @@ $$;
 
 create function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     visible_ids constant bigint[] := array(
         select i
@@ -4860,11 +4416,8 @@ comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz,
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
 late. Returns up to wanted ids of ready messages, locked.';
 
-create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
@@ -4874,10 +4427,7 @@ end;
 $$;
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
@@ -4892,10 +4442,7 @@ comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_st
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
 create function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
-returns pgqueue.sweep_state
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns pgqueue.sweep_state language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     next_id constant bigint := pgqueue._register_value(q.sweep_resume_id);
@@ -4936,11 +4483,8 @@ $$;
 
 create function pgqueue._end_sweep(
     q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     has_more boolean := false;
 begin
@@ -4957,11 +4501,8 @@ $$;
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     head_id bigint;
@@ -5056,10 +4597,8 @@ ms and at most 500 ms, as messages that commit late wait for it; else at once.';
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The table of such queues has two more indexes, which list the messages by queue and group.
 
-create function pgqueue._group_position(headers jsonb, id bigint)
-returns bigint
-language sql immutable parallel safe
-as $$
+create function pgqueue._group_position(headers jsonb, id bigint) returns bigint
+language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
@@ -5067,27 +4606,20 @@ comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
-create function pgqueue._group_position(m pgqueue.messages)
-returns bigint
-language sql immutable parallel safe
-as $$ select pgqueue._group_position(m.headers, m.id) $$;
+create function pgqueue._group_position(m pgqueue.messages) returns bigint
+language sql immutable parallel safe as $$ select pgqueue._group_position(m.headers, m.id) $$;
 
 create function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
-)
-returns boolean
-language sql immutable parallel safe
-as $$
+) returns boolean
+language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
 
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
-)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns int
+language plpgsql volatile as $$
 declare
     ended_ids bigint[];
 begin
@@ -5124,10 +4656,7 @@ the claim before the end. An extension that locks the row later finds the claim 
 limit.';
 
 create function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns boolean language plpgsql volatile as $$
 begin
     return q.group_limit > (
             select count(*)
@@ -5147,11 +4676,8 @@ $$;
 
 create function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     -- What was committed after the walk can be in flight, or can be the first message.
     return array(
@@ -5196,10 +4722,8 @@ $$;
 comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
 'Locks up to wanted ready messages of the groups at these positions, whose locks the caller holds.';
 
-create function pgqueue._has_group_dead_letter(queue_name text, place bigint)
-returns boolean
-language sql stable
-as $$
+create function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
+language sql stable as $$
     select exists (
         select from pgqueue.dead_messages d
         where d.queue_name = _has_group_dead_letter.queue_name and d.headers ->> 'pgqueue.group' is not null
@@ -5208,10 +4732,7 @@ as $$
 $$;
 
 create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
     first_id constant bigint := pgqueue._first_id_of(q.name);
@@ -5252,11 +4773,8 @@ $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
 'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
-create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
@@ -5278,9 +4796,7 @@ create function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
     out locked bigint[], out spent_ids bigint[], out lock_count int, out next_position bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
@@ -5374,10 +4890,7 @@ message, the messages of locked groups that have no attempts left or have expire
 on; null at the end.';
 
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
@@ -5464,10 +4977,8 @@ comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestampt
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
 
-create function pgqueue._level_position(headers jsonb, place bigint)
-returns bigint
-language sql immutable parallel safe
-as $$
+create function pgqueue._level_position(headers jsonb, place bigint) returns bigint
+language sql immutable parallel safe as $$
     select
         ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
         | (place & 576460752303423487)
@@ -5476,30 +4987,22 @@ comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
 The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
-create function pgqueue._level_position(m pgqueue.messages)
-returns bigint
+create function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
 
-create function pgqueue._level_start(level_position bigint)
-returns bigint
-language sql immutable parallel safe
-as $$ select (level_position >> 59) << 59 $$;
+create function pgqueue._level_start(level_position bigint) returns bigint
+language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
 
 create function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
-returns boolean
-language sql immutable parallel safe
-as $$
+returns boolean language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name)
         and pgqueue._level_position(m) >= from_position
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 
-create function pgqueue._on_queue_created_priorities(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_created_priorities(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if not q.priorities then
         return;
@@ -5510,11 +5013,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if q.priorities then
         for level in 0..9 loop
@@ -5525,10 +5025,7 @@ end;
 $$;
 
 create function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if before.priorities <> after.priorities then
         perform pgqueue._on_queue_dropping_priorities(before);
@@ -5537,18 +5034,14 @@ begin
 end;
 $$;
 
-create function pgqueue._level_registers(q pgqueue.queues)
-returns regclass[]
-language sql stable
-as $$
+create function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
+language sql stable as $$
     select array(
         select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
 $$;
 
-create function pgqueue._level_floors(registers regclass[])
-returns bigint[]
-language sql volatile
-as $$
+create function pgqueue._level_floors(registers regclass[]) returns bigint[]
+language sql volatile as $$
     -- A register that is ahead of all messages, for example after a restore, would hide new ones.
     select array(
         select greatest(
@@ -5564,9 +5057,7 @@ create function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
     out ids bigint[], out positions bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
     -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
@@ -5597,11 +5088,8 @@ that is over returns the positions of visible messages that are not ready, too.'
 
 create function pgqueue._walk_levels(
     q pgqueue.queues, at timestamptz, taken bigint[], wanted int, oldest_first boolean
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
     floors bigint[] := pgqueue._level_floors(registers);
@@ -5633,11 +5121,8 @@ begin
 end;
 $$;
 
-create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
 begin
@@ -5666,11 +5151,8 @@ comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) i
 ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
 finds these.';
 
-create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[]) returns void
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
 begin
@@ -5688,10 +5170,8 @@ $$;
 
 create function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
-)
-returns bigint[]
-language sql volatile
-as $$
+) returns bigint[]
+language sql volatile as $$
     select l.ids
     from pgqueue._level_floors(pgqueue._level_registers(q)) as floors
     cross join lateral pgqueue._lock_levels(
@@ -5703,10 +5183,7 @@ comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], times
 transactions roll back or commit late.';
 
 create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     started_at constant timestamptz := pgqueue._now();
     started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
@@ -5784,10 +5261,7 @@ end;
 $$;
 
 create function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     ids bigint[];
 begin
@@ -5807,10 +5281,7 @@ comment on function pgqueue._take_highest(pgqueue.queues, bigint[], bigint[], in
 find the others again.';
 
 create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
@@ -5854,16 +5325,11 @@ $$;
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
 
-create function pgqueue._rate_register(q pgqueue.queues)
-returns regclass
-language sql stable
-as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
+create function pgqueue._rate_register(q pgqueue.queues) returns regclass
+language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create function pgqueue._on_queue_created_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_created_limits(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
     if q.rate_limit is not null and not exists (
@@ -5875,11 +5341,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
@@ -5891,26 +5354,18 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create function pgqueue._on_queue_dropping_limits(q pgqueue.queues) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 begin
     execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 
-create function pgqueue._rate_period_micros(q pgqueue.queues)
-returns bigint
-language sql immutable parallel safe
-as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
+create function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
+language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
 
-create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
-returns bigint
-language sql volatile
-as $$
+create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
+language sql volatile as $$
     -- A time that is more than a period ahead was set before the clock was set back.
     select greatest(
         now_micros - pgqueue._rate_period_micros(q),
@@ -5919,23 +5374,15 @@ as $$
 $$;
 
 create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
-returns bigint
-language sql immutable parallel safe
+returns bigint language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
 
-create function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
-returns bigint
+create function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint) returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
 
-create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     first_id bigint;
     first_check_at timestamptz;
@@ -5973,11 +5420,8 @@ $$;
 
 create function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
-)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns int
+language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
 begin
@@ -5997,15 +5441,9 @@ comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, 
 'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
 max_in_flight, and claims that other transactions may have extended count, too.';
 
-create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz) returns timestamptz
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 begin
     if q.max_in_flight is null then
         return null;
@@ -6018,22 +5456,16 @@ begin
 end;
 $$;
 
-create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
-returns timestamptz
-language sql volatile
-as $$
+create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz) returns timestamptz
+language sql volatile as $$
     select greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
             pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
         pgqueue._in_flight_full_until(q, at))
 $$;
 
-create function pgqueue._lock_max_in_flight(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
     key constant bigint := hashtextextended(format('pgqueue.max_in_flight.%s', q.queue_id), 0);
 begin
@@ -6050,11 +5482,8 @@ comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
 'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
 of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
-create function pgqueue._take_tokens(q pgqueue.queues, wanted int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
+language plpgsql volatile as $$
 declare
     now_micros bigint;
     used_until bigint;
@@ -6081,11 +5510,8 @@ $$;
 
 create function pgqueue._walk_from(
     q pgqueue.queues, from_id bigint, taken bigint[], at timestamptz, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     if q.kind is not null then
         return array(
@@ -6104,11 +5530,8 @@ begin
 end;
 $$;
 
-create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
-returns bigint
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint) returns bigint
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         return (
@@ -6121,11 +5544,8 @@ $$;
 
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
@@ -6194,10 +5614,7 @@ end;
 $$;
 
 create function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
     candidate_ids bigint[];
@@ -6242,11 +5659,8 @@ $$;
 
 create function pgqueue._are_only_visible(
     queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns boolean
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
@@ -6295,9 +5709,7 @@ create function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
     out ids bigint[], out kind bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     -- The scan before can have waited for a compaction or for the processor. What was ready then may be claimed by now,
@@ -6337,12 +5749,10 @@ comment on function pgqueue._lock_candidates_slowly(text, int, interval, boolean
 locked, too few; null if it has not looked.';
 
 create function pgqueue._lock_candidates(
-    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
-    out ids bigint[], out kind bigint
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false, out ids bigint[],
+    out kind bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     at timestamptz;
     fresh_register regclass;
@@ -6417,11 +5827,8 @@ $$;
 
 create function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
-)
-returns setof pgqueue.message
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile as $$
 begin
     if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
         select from pgqueue.queues q where q.name = _claim_special.queue_name collate "C" and q.priorities
@@ -6458,16 +5865,10 @@ create function pgqueue.claim(
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin
@@ -6513,15 +5914,9 @@ claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns setof pgqueue.message language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, null, true);
     at timestamptz;
@@ -6577,11 +5972,8 @@ counted. A queue with max_in_flight is refused with 22023, because other session
 22023, PQ001.';
 -- Extends claims: sets a new end for claims that the caller still holds.
 
-create function pgqueue._check_claim(id bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_claim(id bigint, claim_token uuid) returns void
+language plpgsql stable as $$
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
@@ -6592,11 +5984,8 @@ begin
 end;
 $$;
 
-create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz) returns timestamptz
+language plpgsql volatile as $$
 begin
     perform pgqueue._wake_if_waiting(q, pgqueue._now());
     return claim_end;
@@ -6605,15 +5994,9 @@ $$;
 
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;
@@ -6648,11 +6031,8 @@ ended is lost. If the claim ends earlier than before, waiting consumers are noti
 
 create function pgqueue._extend_held(
     q pgqueue.queues, ids bigint[], claim_token uuid, visibility_timeout interval
-)
-returns setof bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof bigint
+language plpgsql volatile as $$
 declare
     until timestamptz;
 begin
@@ -6690,15 +6070,9 @@ claim_token is null, the claim that the caller has locked.';
 
 create function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
-)
-returns setof bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -6715,15 +6089,9 @@ The claims of the others were lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_claims(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[], visibility_timeout interval default null
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
@@ -6746,14 +6114,8 @@ Raises 22023, PQ001.';
 -- then opens no other partition.
 
 create function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     queue_kind bigint;
 begin
@@ -6784,14 +6146,8 @@ archive_for, moved to the archive. A claim is lost if it expired and the message
 or removed. Raises 22023, PQ001.';
 
 create function pgqueue.ack_batch(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     queue_kind bigint;
     acked int;
@@ -6828,14 +6184,8 @@ comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid)
 PQ001.';
 
 create function pgqueue.ack_claims(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[])
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns setof pgqueue.settled_claim language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
@@ -6863,11 +6213,8 @@ nulls. Waits for other transactions that have locked the messages, in the order 
 -- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
 -- stops releases its messages.
 
-create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_failure(id bigint, delay interval, headers jsonb) returns void
+language plpgsql stable as $$
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
@@ -6881,10 +6228,8 @@ begin
 end;
 $$;
 
-create function pgqueue._merged_headers(own jsonb, added jsonb)
-returns jsonb
-language sql immutable parallel safe
-as $$
+create function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
+language sql immutable parallel safe as $$
     -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
@@ -6898,11 +6243,8 @@ not an object.';
 
 create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
@@ -6943,11 +6285,8 @@ messages. If final_reason is not null, the message becomes a dead letter with th
 
 create function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns boolean
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -6981,15 +6320,9 @@ create function pgqueue.nack(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
@@ -7009,15 +6342,9 @@ create function pgqueue.nack_claims(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7048,15 +6375,9 @@ create function pgqueue.reject(
     error text default null,
     headers jsonb default null,
     reason text default 'rejected'
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
@@ -7078,15 +6399,9 @@ create function pgqueue.record_failure(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7133,10 +6448,7 @@ message is gone, claimed, or locked by another transaction, or if an attempt was
 transaction. Raises 22023, PQ001.';
 
 create function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns int language plpgsql volatile as $$
 declare
     released int;
 begin
@@ -7175,14 +6487,8 @@ comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timest
 token or, if claim_token is null, the claim that the caller has locked.';
 
 create function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7200,15 +6506,9 @@ their claims were still valid. The messages are ready at once, and the attempt i
 
 create function pgqueue.release_claims(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[]
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7231,16 +6531,10 @@ create function pgqueue.exchange(
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
-)
-returns setof pgqueue.exchanged
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.exchanged
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     queue_kind bigint;
@@ -7316,15 +6610,9 @@ lost = false, in the order of claim. ids may be empty or null; claim_token may t
 
 create function pgqueue.sweep_queue(
     queue_name pgqueue.queue_of_consumer_or_admin, max_messages int default 10000
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7343,11 +6631,8 @@ statement_timeout has passed, too. It reads all messages in flight, about 2 s fo
 that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 -- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
-create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues) returns int
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     n int;
@@ -7379,11 +6664,8 @@ end;
 $$;
 
 -- The caller has locked the dead letters.
-create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     is_grouped constant boolean := q.group_limit is not null;
 begin
@@ -7432,15 +6714,9 @@ create function pgqueue.redrive(
     max_messages int default 1000,
     ids bigint[] default null,
     to_queue pgqueue.queue_of_admin default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7505,14 +6781,8 @@ to_queue, for which the caller needs admin access, too, the dead letters become 
 their own and the header pgqueue.dead_letter, as by dead_letter_to of create_queue. Raises 22023, PQ001.';
 
 create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -7572,10 +6842,8 @@ no claim has moved to the dead letters yet are included, as by sweep_queue. The 
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
 its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 
-create function pgqueue._findings_of_held_groups(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql volatile
-as $$
+create function pgqueue._findings_of_held_groups(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', q.name, 'held_group',
         format('group %L waits for %s, the first is %s: on_dead is hold', d.name,
@@ -7601,14 +6869,8 @@ $$;
 -- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_size int default 10000)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7690,10 +6952,8 @@ reports a missing index with the statement that creates it. Claims skip expired 
 PQ001.';
 -- Counts the messages that could be claimed, without changing or locking them.
 
-create function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
-returns boolean
-language sql stable parallel safe
-as $$
+create function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot) returns boolean
+language sql stable parallel safe as $$
     -- True for a transaction that began after the snapshot, and for one that was running at the snapshot. The snapshot
     -- does not list subtransactions and, on a standby, any transactions: for those pg_xact_status answers. Transaction
     -- ids are compared in 32 bits, as rows store them.
@@ -7708,8 +6968,7 @@ as $$
             is not distinct from 'in progress'
 $$;
 
-create function pgqueue._is_locked(xmax xid)
-returns boolean
+create function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
@@ -7720,8 +6979,7 @@ misjudged.';
 create function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
-language sql stable
-as $$
+language sql stable as $$
     -- At most wanted ids, at even distances among the first rows. An id can have several rows.
     with requeued as (
         select distinct r.id
@@ -7743,16 +7001,10 @@ $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
 'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
-create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7857,15 +7109,9 @@ create function pgqueue.browse(
     state text default 'ready',
     max_messages int default 100,
     after_id bigint default 0
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -7921,14 +7167,9 @@ and locks no message. Raises 22023, PQ001, 40001.';
 
 create function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
-)
-returns setof pgqueue.dead_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.dead_message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -7978,11 +7219,8 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
-create function pgqueue._check_page(max_messages int, after_id bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_page(max_messages int, after_id bigint) returns void
+language plpgsql stable as $$
 begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
@@ -7997,9 +7235,7 @@ $$;
 -- depth is counted beyond 300 messages.
 
 create function pgqueue._sample_ranges(ids int8multirange)
-returns table (from_id bigint, below_id bigint, stands_for bigint)
-language sql immutable
-as $$
+returns table (from_id bigint, below_id bigint, stands_for bigint) language sql immutable as $$
     -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
     -- messages are neither always hit nor always missed.
     with id_ranges as (
@@ -8023,10 +7259,8 @@ $$;
 
 create function pgqueue._sample_weight(
     n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
-)
-returns numeric
-language sql immutable
-as $$
+) returns numeric
+language sql immutable as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
 comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
@@ -8034,13 +7268,10 @@ comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigin
 read completely, else up to last_id.';
 
 create function pgqueue._message_stats(
-    q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
-    out estimated boolean
+    q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
+    out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     max_counted int;
     fresh_from_id bigint;
@@ -8131,13 +7362,10 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 Messages that came back to ids that sweeps skip are not counted.';
 
 create function pgqueue._requeued_stats(
-    q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
-    out estimated boolean
+    q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
+    out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     r record;
 begin
@@ -8174,10 +7402,8 @@ comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
 
 create function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
-)
-returns table (id bigint)
-language sql stable
-as $$
+) returns table (id bigint)
+language sql stable as $$
     -- Inlined. One of the two is not executed.
     (
         select d.id from pgqueue.dead_messages d
@@ -8195,9 +7421,7 @@ $$;
 create function pgqueue._count_others(
     queue_name text, are_dead boolean, out messages bigint, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     first_id constant bigint := pgqueue._first_id_of(queue_name);
     max_counted int;
@@ -8226,11 +7450,8 @@ begin
 end;
 $$;
 
-create function pgqueue._stats(q pgqueue.queues, at timestamptz)
-returns pgqueue.queue_stats
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._stats(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
+language plpgsql stable as $$
 declare
     counted record;
     scheduled record;
@@ -8288,11 +7509,8 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
-create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz)
-returns pgqueue.queue_stats
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
+language plpgsql volatile as $$
 declare
     pages_before constant bigint := pgqueue._pages_read(q);
     s constant pgqueue.queue_stats := pgqueue._stats(q, at);
@@ -8307,12 +7525,8 @@ begin
 end;
 $$;
 
-create function pgqueue._add_totals(s pgqueue.queue_stats)
-returns pgqueue.queue_stats
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
     execute format(
@@ -8328,16 +7542,10 @@ comment on function pgqueue._add_totals(pgqueue.queue_stats) is
 
 create function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.queue_stats
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.queue_stats
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -8385,12 +7593,8 @@ transaction is dropping is left out of the statistics of all queues. Raises PQ00
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
-create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
@@ -8399,15 +7603,9 @@ comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
-create function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
@@ -8480,11 +7678,7 @@ message is settled before. Only the first 1,000 messages by id are checked for t
 40001.';
 
 create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns timestamptz language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;
@@ -8527,10 +7721,8 @@ mostly wait for others of their groups. Raises 22023, PQ001.';
 -- What doctor finds in one queue, and the statement that repairs it. A limit around each lookup by id prevents a plan
 -- that reads all messages of the queue instead.
 
-create function pgqueue._has_index(partition regclass, keys text)
-returns boolean
-language sql stable
-as $$
+create function pgqueue._has_index(partition regclass, keys text) returns boolean
+language sql stable as $$
     select exists (
         select from pg_catalog.pg_index x
         where x.indrelid = partition and x.indisvalid
@@ -8538,11 +7730,8 @@ as $$
     )
 $$;
 
-create function pgqueue._ids_above_sequence(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._ids_above_sequence(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     top_id bigint;
     near_id bigint;
@@ -8585,11 +7774,8 @@ $$;
 comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
 'With such ids the other findings would be wrong.';
 
-create function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'error', q.name, 'twin_messages',
         format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due',
@@ -8627,14 +7813,11 @@ as $$
 $$;
 
 create function pgqueue._examine_messages(
-    q pgqueue.queues, at timestamptz,
-    out lapsed bigint, out lapsed_at timestamptz, out shortest interval, out ahead_until timestamptz,
-    out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[], out seen_at timestamptz,
-    out grouped_id bigint, out ranked_id bigint
+    q pgqueue.queues, at timestamptz, out lapsed bigint, out lapsed_at timestamptz, out shortest interval,
+    out ahead_until timestamptz, out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[],
+    out seen_at timestamptz, out grouped_id bigint, out ranked_id bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     select
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
@@ -8712,11 +7895,8 @@ and with a priority that have no effect.';
 
 create function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     late_until timestamptz;
     late_from timestamptz;
@@ -8774,10 +7954,8 @@ begin
 end;
 $$;
 
-create function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
-returns setof pgqueue.messages
-language sql stable
-as $$
+create function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[]) returns setof pgqueue.messages
+language sql stable as $$
     select m.*
     from unnest(hidden_ids) as hidden_id
     cross join lateral (
@@ -8792,14 +7970,8 @@ as $$
 $$;
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
+set enable_sort = off set jit = off as $$
 declare
     s pgqueue.queue_stats;
     partition regclass;
@@ -8882,19 +8054,14 @@ end;
 $$;
 -- Finds problems, and for each the statement that repairs it. findings.sql has those of one queue.
 
-create function pgqueue.version()
-returns text
-language sql immutable parallel safe security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
+create function pgqueue.version() returns text
+language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
 
-create function pgqueue._horizon_holders()
-returns table (pinned_for interval, holder text, repair text)
-language sql stable
-as $$
+create function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text)
+language sql stable as $$
     select
         pgqueue._now() - a.xact_start,
         pg_catalog.format('process %s (%s, %s), transaction open, state: %s, snapshot %s transactions old', a.pid,
@@ -8936,12 +8103,8 @@ comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
 long queries on standbys with hot_standby_feedback.';
 
-create function pgqueue._space_used()
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create function pgqueue._space_used() returns text
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     return format('the tables of pgqueue, without the archive, occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
         pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
@@ -8954,11 +8117,8 @@ exception when lock_not_available then
 end;
 $$;
 
-create function pgqueue._orphaned_messages()
-returns table (table_name text, queue_name text)
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._orphaned_messages() returns table (table_name text, queue_name text)
+language plpgsql stable as $$
 declare
     searched text;
 begin
@@ -9000,11 +8160,8 @@ $$;
 comment on function pgqueue._orphaned_messages() is
 'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
-create function pgqueue._server_findings()
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._server_findings() returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', null::text, 'pinned_horizon',
         format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
@@ -9050,11 +8207,8 @@ as $$
     ) c
 $$;
 
-create function pgqueue._installation_findings()
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._installation_findings() returns setof pgqueue.finding
+language sql volatile as $$
     select f.* from pgqueue._server_findings() f
     union all
     select
@@ -9123,14 +8277,8 @@ as $$
 $$;
 
 create function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
-returns setof pgqueue.finding
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set quote_all_identifiers = off
-set datestyle = iso
-set intervalstyle = postgres
-set jit = off
-as $$
+returns setof pgqueue.finding language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off set datestyle = iso set intervalstyle = postgres set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -9184,10 +8332,8 @@ transport do not find the subscription). Raises 22023 unless peek_delay is from 
 -- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
-create function pgqueue._leftovers()
-returns table (relation regclass, kind text, queue_name text)
-language sql stable
-as $$
+create function pgqueue._leftovers() returns table (relation regclass, kind text, queue_name text)
+language sql stable as $$
     with named as (
         select n.name
         from pgqueue.queues q
@@ -9219,11 +8365,8 @@ comment on function pgqueue._leftovers() is
 'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
 relations of that queue are not listed.';
 
-create function pgqueue._drop_leftovers()
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._drop_leftovers() returns void
+language plpgsql volatile as $$
 declare
     leftover record;
 begin
@@ -9241,10 +8384,8 @@ $$;
 comment on function pgqueue._drop_leftovers() is
 'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
-create function pgqueue._findings_of_leftovers(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql stable
-as $$
+create function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding
+language sql stable as $$
     with leftovers as materialized (
         select l.* from pgqueue._leftovers() l where q.name is null
     )
@@ -9275,12 +8416,8 @@ create function pgqueue.claim_any(
     visibility_timeout interval default null,
     claimed_by text default null,
     caller pgqueue.caller default current_user
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     queue_name text;
     wanted int := max_messages;
@@ -9324,10 +8461,7 @@ not looked at, nor those that come after ten queues with group_limit that had me
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
 create function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
         return;
@@ -9353,24 +8487,17 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
+create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
 
-create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
-returns void
-language sql volatile
-as $$
+create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues) returns void
+language sql volatile as $$
     -- A later queue of this name, perhaps of another owner, gets no dead letters.
     update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
 $$;
 
-create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;
@@ -9400,11 +8527,8 @@ $$;
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
-create function pgqueue._confirm_time(at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._confirm_time(at timestamptz) returns timestamptz
+language plpgsql volatile as $$
 declare
     checked_at timestamptz;
     confirmed_at timestamptz;
@@ -9427,10 +8551,8 @@ comment on function pgqueue._confirm_time(timestamptz) is
 since moved on by an hour; -infinity if there is none yet.';
 
 -- Before this time no archived message has to be kept.
-create function pgqueue._archive_expiry(at timestamptz)
-returns timestamptz
-language sql stable
-as $$
+create function pgqueue._archive_expiry(at timestamptz) returns timestamptz
+language sql stable as $$
     select coalesce(min(pgqueue._add_interval(at, -w.archive_for)), at)
     from (
         select q.archive_for from pgqueue.queues q where q.archive_for is not null
@@ -9439,29 +8561,22 @@ as $$
     ) w
 $$;
 
-create function pgqueue._days()
-returns setof date
-language sql stable
-as $$
+create function pgqueue._days() returns setof date
+language sql stable as $$
     select to_date(right(c.relname, 8), 'YYYYMMDD')
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
 
-create function pgqueue._expired_days(at timestamptz)
-returns setof date
-language sql stable
-as $$
+create function pgqueue._expired_days(at timestamptz) returns setof date
+language sql stable as $$
     select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
-create function pgqueue._create_missing_days(at timestamptz)
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._create_missing_days(at timestamptz) returns setof date
+language plpgsql volatile as $$
 declare
     today constant date := pgqueue._utc_day(at);
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
@@ -9494,11 +8609,8 @@ end;
 $$;
 
 -- Moves unfiled messages into their days, or deletes them, and returns how many.
-create function pgqueue._file_messages(confirmed_at timestamptz, max_slices int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._file_messages(confirmed_at timestamptz, max_slices int) returns int
+language plpgsql volatile as $$
 declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
     unfiled refcursor;
@@ -9525,12 +8637,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
 begin
@@ -9563,21 +8671,14 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_created_archive(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
+create function pgqueue._on_queue_created_archive(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
 
-create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
+create function pgqueue._on_queue_dropping_archive(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
-create function pgqueue._truncate_day(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._truncate_day(day date) returns void
+language plpgsql volatile as $$
 begin
     -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
     -- wait for the lock: other sessions would queue behind a waiting request.
@@ -9587,16 +8688,11 @@ begin
 end;
 $$;
 
-create function pgqueue._is_day_empty(day date)
-returns boolean
-language sql volatile
-as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
+create function pgqueue._is_day_empty(day date) returns boolean
+language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 
-create function pgqueue._truncate_expired_day(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._truncate_expired_day(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     confirmed_at constant timestamptz := least(at, coalesce((select c.confirmed_at from pgqueue.archive_clock c), '-infinity'));
     day date;
@@ -9611,11 +8707,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_housekeeping_due_archive(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     confirmed_at timestamptz;
 begin
@@ -9638,11 +8731,8 @@ end;
 $$;
 
 -- Returns the days that it has dropped: none if a longer transaction uses the archive.
-create function pgqueue._drop_days(days date[])
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._drop_days(days date[]) returns setof date
+language plpgsql volatile as $$
 declare
     day date;
 begin
@@ -9667,13 +8757,9 @@ begin
     end loop;
 end;
 $$;
-create function pgqueue.maintain_archive()
-returns setof pgqueue.archive_change
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create function pgqueue.maintain_archive() returns setof pgqueue.archive_change
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     confirmed_at timestamptz;
@@ -9721,11 +8807,8 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
-create function pgqueue._is_day_doubled(day date)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._is_day_doubled(day date) returns boolean
+language plpgsql volatile as $$
 declare
     doubled boolean;
 begin
@@ -9739,11 +8822,8 @@ begin
 end;
 $$;
 
-create function pgqueue._findings_of_archive(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._findings_of_archive(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
@@ -9816,12 +8896,8 @@ $$;
 
 create function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
-)
-returns setof pgqueue.archived_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.archived_message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
@@ -9847,11 +8923,8 @@ page pass the last id. For a dropped queue it shows the messages that are still 
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
 
-create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stream_not_found(queue_name text, stream_name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ005',
@@ -9861,11 +8934,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ006',
@@ -9876,11 +8946,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ007',
@@ -9897,19 +8964,14 @@ begin
 end;
 $$;
 
-create function pgqueue._next_epoch(epoch bigint)
-returns bigint
-language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
+create function pgqueue._next_epoch(epoch bigint) returns bigint
+language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
 'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
 restored database, and an old reader could pass for the new one.';
 
-create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
+language plpgsql stable as $$
 begin
     if epoch is null then
         perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
@@ -9920,11 +8982,8 @@ begin
 end;
 $$;
 
-create function pgqueue._lock_stream(queue_name text, stream_name text)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._lock_stream(queue_name text, stream_name text) returns pgqueue.streams
+language plpgsql volatile as $$
 declare
     s pgqueue.streams;
 begin
@@ -9939,10 +8998,8 @@ begin
 end;
 $$;
 
-create function pgqueue._public_stream(s pgqueue.streams)
-returns pgqueue.stream
-language sql stable
-as $$
+create function pgqueue._public_stream(s pgqueue.streams) returns pgqueue.stream
+language sql stable as $$
     select row(
         s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
         s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
@@ -9952,12 +9009,8 @@ $$;
 
 create function pgqueue.stream_open(
     queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
-)
-returns pgqueue.stream
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns pgqueue.stream
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
@@ -9996,12 +9049,8 @@ or null, the default, for what the queue does at that time. Raises 22023, PQ001.
 
 create function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.stream
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.stream
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -10017,12 +9066,8 @@ $$;
 comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
-create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -10040,11 +9085,8 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
 
-create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
@@ -10062,15 +9104,11 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
+create function pgqueue._on_queue_dropping_streams(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
-create function pgqueue._findings_of_streams(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql volatile
-as $$
+create function pgqueue._findings_of_streams(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
@@ -10083,19 +9121,14 @@ $$;
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
-create function pgqueue._format_ids(ids bigint[])
-returns text
-language sql immutable parallel safe
-as $$
+create function pgqueue._format_ids(ids bigint[]) returns text
+language sql immutable parallel safe as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
 
-create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[]) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ008',
@@ -10106,11 +9139,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_stream_poisoned(s pgqueue.streams)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_stream_poisoned(s pgqueue.streams) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ009',
@@ -10123,10 +9153,7 @@ end;
 $$;
 
 create function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql stable as $$
 begin
     perform pgqueue._check_epoch(s, epoch);
     if seq is null or seq < 1 then
@@ -10141,10 +9168,8 @@ begin
 end;
 $$;
 
-create function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
-returns pgqueue.stream_batch
-language sql stable
-as $$
+create function pgqueue._public_batch(s pgqueue.streams, lost bigint[]) returns pgqueue.stream_batch
+language sql stable as $$
     select row(
         s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
@@ -10152,10 +9177,7 @@ as $$
 $$;
 
 create function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     kept bigint[];
 begin
@@ -10178,11 +9200,8 @@ comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, 
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create function pgqueue._ack_open_batch(s pgqueue.streams)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._ack_open_batch(s pgqueue.streams) returns int
+language plpgsql volatile as $$
 declare
     acked int;
 begin
@@ -10201,21 +9220,16 @@ begin
 end;
 $$;
 
-create function pgqueue._after_batch(s pgqueue.streams)
-returns pgqueue.streams
-language sql stable
-as $$
+create function pgqueue._after_batch(s pgqueue.streams) returns pgqueue.streams
+language sql stable as $$
     select jsonb_populate_record(s, jsonb_build_object(
         'acked_seq', s.acked_seq + 1, 'acked_token', s.claim_token, 'claim_token', null, 'ids', null, 'left_out', null,
         'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
         'begun_epoch', null))
 $$;
 
-create function pgqueue._save_batch(s pgqueue.streams)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._save_batch(s pgqueue.streams) returns void
+language plpgsql volatile as $$
 begin
     update pgqueue.streams t
     set epoch = s.epoch, acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
@@ -10227,11 +9241,8 @@ $$;
 
 create function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
-)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns pgqueue.streams
+language plpgsql volatile as $$
 declare
     token constant uuid := gen_random_uuid();
     span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
@@ -10294,16 +9305,10 @@ create function pgqueue.stream_claim(
     partitions int default 1,
     visibility_timeout interval default null,
     max_bytes bigint default null
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -10375,15 +9380,9 @@ create function pgqueue.stream_begin(
     seq bigint,
     claim_token uuid,
     max_replays int default 5
-)
-returns pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -10425,15 +9424,9 @@ raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 create function pgqueue.stream_read(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
     partition int default null
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
@@ -10488,15 +9481,9 @@ PQ008.';
 
 create function pgqueue.stream_extend(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, visibility_timeout interval default null
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -10520,15 +9507,9 @@ Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006
 
 create function pgqueue.stream_ack(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.streams;
     acked int;
@@ -10557,15 +9538,9 @@ create function pgqueue.stream_skip(
     ids bigint[] default null,
     error text default null,
     epoch bigint default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -10615,11 +9590,8 @@ and PQ007 if the batch is not open.';
 
 create function pgqueue._raise_staged_messages_lost(
     run uuid, partition int, expected bigint, remaining bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ010',
@@ -10631,10 +9603,7 @@ end;
 $$;
 
 create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql stable as $$
 begin
     raise exception using
         errcode = code,
@@ -10646,12 +9615,8 @@ $$;
 
 create function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
-)
-returns uuid
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns uuid
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
@@ -10678,11 +9643,8 @@ messages per row, each row with the number of its first message, counted from 1.
 messages that enqueue would refuse; sink_commit refuses those over a limit of the queue that was lowered since. No
 session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
-create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts) returns void
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     m record;
@@ -10709,12 +9671,8 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 
-create function pgqueue._measure_messages()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._measure_messages() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     are_sound boolean;
 begin
@@ -10766,10 +9724,8 @@ before insert on pgqueue.staged_messages for each row execute function pgqueue._
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
 -- current_user is the owner.
-create function pgqueue._lock_own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql volatile
-as $$
+create function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
+language sql volatile as $$
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
@@ -10778,15 +9734,8 @@ $$;
 
 -- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
 create function pgqueue._send_staged(q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns bigint[] language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     keys text[];
     ids bigint[];
@@ -10875,11 +9824,8 @@ begin
 end;
 $$;
 
-create function pgqueue._discard_staged(run uuid)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._discard_staged(run uuid) returns bigint
+language plpgsql volatile as $$
 declare
     tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
     discarded bigint;
@@ -10891,13 +9837,8 @@ begin
 end;
 $$;
 
-create function pgqueue._check_sink(
-    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_sink(run uuid, tokens uuid[], counts bigint[], app_id text, version bigint)
+returns void language plpgsql stable as $$
 begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
@@ -10927,12 +9868,8 @@ create function pgqueue.sink_commit(
     app_id text default null,
     version bigint default null,
     caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
     ledger constant text := coalesce(app_id, run::text);
@@ -11019,12 +9956,8 @@ answered. Raises PQ010 if staged messages are missing, for example after a crash
 dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
 by another role, or is not higher than those that sweep_staged has forgotten.';
 
-create function pgqueue.sink_abort(run uuid)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.sink_abort(run uuid) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
@@ -11039,12 +9972,8 @@ were. Raises 22023.';
 create function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days',
     caller pgqueue.caller default current_user
-)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     tokens uuid[];
@@ -11100,11 +10029,8 @@ older than forget_after (0 to 10 years, default 90 days) from the ledger, but ne
 lower version that was forgotten is refused from then on, and not sent twice. Raises 22023, and 42501 without admin
 access to all queues.';
 
-create function pgqueue._findings_of_sink(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._findings_of_sink(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
@@ -11129,11 +10055,8 @@ $$;
 -- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
 -- the caller's transaction. The consumers of one queue share its copy.
 
-create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean) returns void
+language plpgsql stable as $$
 begin
     -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
     if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
@@ -11147,11 +10070,8 @@ begin
 end;
 $$;
 
-create function pgqueue._subscribers(topics text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._subscribers(topics text[]) returns text[]
+language plpgsql stable as $$
 declare
     topic text;
     word text;
@@ -11196,12 +10116,8 @@ $$;
 comment on function pgqueue._subscribers(text[]) is
 'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
-create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -11222,11 +10138,7 @@ transport find the subscription if the queue has a relation of expose_transport 
 22023, PQ001.';
 
 create function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     perform pgqueue._get_locked_queue(queue_name);
@@ -11241,12 +10153,8 @@ that were published before stay in the queue. Raises 22023, PQ001.';
 
 create function pgqueue.list_subscriptions(
     queue_name pgqueue.queue_of_consumer_or_admin default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.subscription
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.subscription
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -11278,15 +10186,9 @@ create function pgqueue.publish(
     group_key text default null,
     priority int default null,
     caller pgqueue.caller default current_user
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     names text[] collate "C";
@@ -11366,18 +10268,13 @@ pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
 
-create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+create function pgqueue._on_queue_dropping_topics(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
-create function pgqueue._refuse_cron(cron text, problem text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._refuse_cron(cron text, problem text) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(
         'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
@@ -11388,9 +10285,7 @@ create function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     -- Other collations, such as that of Turkish, have other lower case letters.
     trimmed constant text := lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C");
@@ -11454,11 +10349,8 @@ them begins with *; otherwise one match is enough. Raises 22023.';
 
 create function pgqueue._first_tick_of_day(
     day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
-)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns timestamptz
+language plpgsql stable as $$
 declare
     midnight constant timestamptz := day::timestamp at time zone time_zone;
 begin
@@ -11495,11 +10387,8 @@ begin
 end;
 $$;
 
-create function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
+language plpgsql stable as $$
 declare
     c constant record := pgqueue._parse_cron(cron);
     day date;
@@ -11526,11 +10415,8 @@ comment on function pgqueue._next_tick(text, text, timestamptz) is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
-create function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._last_tick(cron text, time_zone text, at timestamptz) returns timestamptz
+language plpgsql stable as $$
 declare
     span interval := interval '1 min';
     early timestamptz := at - span;
@@ -11552,11 +10438,8 @@ $$;
 comment on function pgqueue._last_tick(text, text, timestamptz) is
 'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
 
-create function pgqueue._canonical_time_zone(time_zone text)
-returns text
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._canonical_time_zone(time_zone text) returns text
+language plpgsql stable as $$
 declare
     canonical text;
 begin
@@ -11575,11 +10458,8 @@ $$;
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
-create function pgqueue._raise_schedule_not_found(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_schedule_not_found(name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ011',
@@ -11588,11 +10468,8 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_schedule_exists(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_schedule_exists(name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ012',
@@ -11601,20 +10478,15 @@ begin
 end;
 $$;
 
-create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
-returns jsonb
-language sql stable
-as $$
+create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
+language sql stable as $$
     select coalesce(s.headers, '{}') || jsonb_build_object(
         'pgqueue.schedule', s.name,
         'pgqueue.scheduled_for', to_char(tick at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
 $$;
 
-create function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz) returns void
+language plpgsql volatile as $$
 begin
     s.next_id := null;
     insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
@@ -11631,11 +10503,8 @@ begin
 end;
 $$;
 
-create function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz) returns timestamptz
+language plpgsql volatile as $$
 declare
     tick constant timestamptz := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
 begin
@@ -11645,14 +10514,9 @@ begin
 end;
 $$;
 
-create function pgqueue._add_next_tick_message()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._add_next_tick_message() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     s pgqueue.schedules;
@@ -11698,14 +10562,8 @@ drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
 for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
-create function pgqueue._lock_schedule(name text, caller name)
-returns pgqueue.schedules
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._lock_schedule(name text, caller name) returns pgqueue.schedules
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     next_id bigint;
@@ -11731,11 +10589,8 @@ begin
 end;
 $$;
 
-create function pgqueue._check_schedule(s pgqueue.schedules)
-returns pgqueue.schedules
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_schedule(s pgqueue.schedules) returns pgqueue.schedules
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     at constant timestamptz := pgqueue._now();
@@ -11773,12 +10628,8 @@ create function pgqueue.create_schedule(
     priority int default null,
     group_key text default null,
     if_not_exists boolean default false
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -11833,14 +10684,9 @@ create function pgqueue.alter_schedule(
     priority int default null,
     group_key text default null,
     caller pgqueue.caller default current_user
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
 begin
@@ -11875,14 +10721,9 @@ tick; null if the schedule is paused. While it is paused, it has no ticks. Messa
 but the message of a tick that no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick.
 Raises 22023, PQ003, PQ011.';
 
-create function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -11901,12 +10742,8 @@ claiming a tick.';
 
 create function pgqueue.list_schedules(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.schedule
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.schedule
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -11923,12 +10760,8 @@ comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_re
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
-create function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -11943,28 +10776,16 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 
-create function pgqueue._on_queue_dropping_schedules(q pgqueue.queues)
-returns void
-language sql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._on_queue_dropping_schedules(q pgqueue.queues) returns void
+language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
     with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
     delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'The messages of their next ticks would become dead letters.';
 
-create function pgqueue._findings_of_schedules(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     problem text;
@@ -11991,14 +10812,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_housekeeping_due_schedules(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue._on_housekeeping_due_schedules(at timestamptz) returns void
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     q pgqueue.queues;
@@ -12028,15 +10843,9 @@ comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
-create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -12070,11 +10879,7 @@ them. If you cancel the message of a future tick, the schedule adds it again. Pa
 instead. Raises 22023, PQ001.';
 
 create function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -12104,15 +10909,9 @@ Raises 22023, PQ001.';
 
 create function pgqueue.reschedule(
     queue_name pgqueue.queue_of_producer_or_admin, id bigint, due_at timestamptz default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -12161,11 +10960,8 @@ alter_schedule instead. Raises 22023, PQ001.';
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
-create function pgqueue._raise_null_column(schema_name name, table_name name, column_name name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_null_column(schema_name name, table_name name, column_name name) returns void
+language plpgsql stable as $$
 begin
     -- The message and the fields are those of a table with a not-null constraint.
     raise exception using
@@ -12176,10 +10972,8 @@ begin
 end;
 $$;
 
-create function pgqueue._wire_headers(headers jsonb, message_id uuid)
-returns text
-language sql immutable parallel safe
-as $$
+create function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
+language sql immutable parallel safe as $$
     select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
     from jsonb_each_text(
         case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
@@ -12190,19 +10984,13 @@ comment on function pgqueue._wire_headers(jsonb, uuid) is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
 from message_id if the headers lack it.';
 
-create function pgqueue._transport_id(id bigint)
-returns uuid
-language sql immutable parallel safe
-as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+create function pgqueue._transport_id(id bigint) returns uuid
+language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
 comment on function pgqueue._transport_id(bigint) is
 'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
-create function pgqueue._insert_by_transport()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._insert_by_transport() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
@@ -12270,12 +11058,8 @@ begin
 end;
 $$;
 
-create function pgqueue._assign_transport_place()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._assign_transport_place() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     new.transport_seq := nextval(tg_argv[0]::regclass);
     new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
@@ -12284,12 +11068,8 @@ begin
 end;
 $$;
 
-create function pgqueue._archive_deleted_by_transport()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._archive_deleted_by_transport() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
     is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
@@ -12312,11 +11092,8 @@ $$;
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
 
-create function pgqueue._raise_exposed(queue_name text, relation regclass)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_exposed(queue_name text, relation regclass) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'duplicate_object',
@@ -12325,12 +11102,8 @@ begin
 end;
 $$;
 
-create function pgqueue._sync_archive_trigger(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create function pgqueue._sync_archive_trigger(q pgqueue.queues) returns void
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
@@ -12352,16 +11125,11 @@ exception when lock_not_available then
 end;
 $$;
 
-create function pgqueue._transport_table(q pgqueue.queues)
-returns text
-language sql immutable parallel safe
-as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+create function pgqueue._transport_table(q pgqueue.queues) returns text
+language sql immutable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 
-create function pgqueue._transport_of(q pgqueue.queues)
-returns regclass
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._transport_of(q pgqueue.queues) returns regclass
+language plpgsql volatile as $$
 declare
     relation regclass;
 begin
@@ -12377,15 +11145,9 @@ exception when undefined_table then
 end;
 $$;
 
-create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
@@ -12460,10 +11222,8 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
-returns text
-language sql stable
-as $$
+create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean) returns text
+language sql stable as $$
     select format(
         'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
         ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
@@ -12491,11 +11251,8 @@ transport deletes itself.';
 
 create function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
-)
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns text
+language plpgsql volatile as $$
 declare
     relation constant text := format('%I.%I', schema_name, table_name);
     register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
@@ -12565,20 +11322,15 @@ begin
 end;
 $$;
 
-create function pgqueue._transport_address(relation regclass)
-returns text
-language sql stable
-as $$
+create function pgqueue._transport_address(relation regclass) returns text
+language sql stable as $$
     select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
 
-create function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
+language plpgsql stable as $$
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
@@ -12601,13 +11353,9 @@ create function pgqueue.expose_transport(
     body_string boolean default false,
     flavor text default 'postgresql',
     caller pgqueue.caller default current_user
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
     exposed regclass;
@@ -12652,11 +11400,8 @@ expose it while it has few. The caller needs the CREATE privilege on the schema,
 relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023,
 PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
-create function pgqueue._unexpose(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._unexpose(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 declare
     relation constant regclass := pgqueue._transport_of(q);
 begin
@@ -12680,13 +11425,9 @@ begin
 end;
 $$;
 
-create function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
 begin
@@ -12703,11 +11444,8 @@ comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
-create function pgqueue._on_queue_created_transport(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_created_transport(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     seq_register constant text := format('pgqueue.queue_%s_seq', q.queue_id);
 begin
@@ -12733,11 +11471,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if not after.dedicated then
         return;
@@ -12754,16 +11489,11 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._unexpose(q) $$;
+create function pgqueue._on_queue_dropping_transport(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._unexpose(q) $$;
 
-create function pgqueue._findings_of_transport(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._findings_of_transport(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     table_name constant text := pgqueue._transport_table(q);
@@ -12806,12 +11536,8 @@ $$;
 -- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
 -- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
 
-create function pgqueue._match_subscription()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue._match_subscription() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     found_name text;
     q pgqueue.queues;
@@ -12849,20 +11575,14 @@ before update of queue_address on pgqueue.subscriptions
 for each row when (new.queue_address is distinct from old.queue_address)
 execute function pgqueue._match_subscription();
 
-create function pgqueue._subscriptions_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+create function pgqueue._subscriptions_comment() returns text
+language sql immutable parallel safe as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 
 create function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
     caller pgqueue.caller default current_user
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     relation text;
 begin
@@ -12899,12 +11619,8 @@ all privileges on the relation, with grant option. Raises 22023, 42501, and 42P0
 create function pgqueue.unexpose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
     caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     relation regclass;
 begin
@@ -12930,11 +11646,8 @@ comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) i
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 
-create function pgqueue._findings_of_routing(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._findings_of_routing(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql stable as $$
 declare
     address text;
 begin
@@ -12962,16 +11675,11 @@ $$;
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
 
-create function pgqueue._contract_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'A table of pgqueue, for plain SQL.' $$;
+create function pgqueue._contract_comment() returns text
+language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
 
-create function pgqueue._check_contract_schema(schema_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_contract_schema(schema_name text) returns void
+language plpgsql stable as $$
 begin
     if schema_name is null or octet_length(schema_name) not between 1 and 63
         or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
@@ -12982,10 +11690,8 @@ begin
 end;
 $$;
 
-create function pgqueue._contract_views(schema_name text)
-returns setof pg_catalog.pg_class
-language sql stable
-as $$
+create function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class
+language sql stable as $$
     select c.* from pg_catalog.pg_class c
     where c.relnamespace = (select n.oid from pg_catalog.pg_namespace n where n.nspname = schema_name)
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
@@ -12994,12 +11700,8 @@ $$;
 
 create function pgqueue.expose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     missing text[];
     table_name text;
@@ -13052,13 +11754,9 @@ these names.';
 
 create function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     views regclass[];
 begin
@@ -13092,10 +11790,8 @@ longer transaction uses a view, and 2BP01 if another object depends on one.';
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
-create function pgqueue._is_first_statement()
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._is_first_statement() returns boolean
+language sql volatile as $$
     -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
     -- where a scheduled job calls drop_idle_queues.
     select statement_timestamp() - transaction_timestamp() < interval '5 ms'
@@ -13107,11 +11803,8 @@ ms before the statement. The times are not compared for equality, as a driver se
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 
-create function pgqueue._is_idle(q pgqueue.queues, at timestamptz)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._is_idle(q pgqueue.queues, at timestamptz) returns boolean
+language plpgsql volatile as $$
 declare
     swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
@@ -13136,14 +11829,8 @@ $$;
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
-)
-returns setof text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set lock_timeout = '100 ms'
-set jit = off
+) returns setof text
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set lock_timeout = '100 ms' set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -13188,12 +11875,8 @@ comment on function pgqueue._drop_idle_queues(int, boolean, name) is
 'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
 drops no dedicated queue, and tries at most 100 queues.';
 
-create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
-returns setof text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user) returns setof text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
     return query select n from pgqueue._drop_idle_queues(100, true, caller) as n;
@@ -13207,19 +11890,14 @@ messages sent by other transactions may be invisible there. There is no need to 
 once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
 ones when a queue becomes dedicated.';
 
-create function pgqueue._on_queue_created_idle(q pgqueue.queues)
-returns void
-language sql volatile
-as $$
+create function pgqueue._on_queue_created_idle(q pgqueue.queues) returns void
+language sql volatile as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
 
-create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
         perform pgqueue._drop_idle_queues(10, true);
@@ -13231,13 +11909,8 @@ $$;
 -- get_result looks for the message.
 
 -- A result that is not finished has failed if its message is gone.
-create function pgqueue._as_result(r pgqueue.results)
-returns pgqueue.result
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-as $$
+create function pgqueue._as_result(r pgqueue.results) returns pgqueue.result
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
     dead pgqueue.dead_messages;
     is_gone constant boolean := r.finished_at is null
@@ -13257,12 +11930,8 @@ $$;
 create function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
     expires_in interval default '14 days'
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -13291,12 +11960,8 @@ Raises 22023, 23505 (the message or message_id has a result), PQ001, PQ003.';
 create function pgqueue.update_result(
     queue_name pgqueue.queue_of_consumer, id bigint, status text, value jsonb default null, error jsonb default null,
     worker text default null
-)
-returns setof pgqueue.result
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
+) returns setof pgqueue.result
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -13342,12 +12007,8 @@ transaction of ack, nack or reject: if one of these returns false, roll back. er
 last 20, as workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
 
 create function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
-returns setof pgqueue.result
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-as $$
+returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set jit = off as $$
 begin
     return query
     select (pgqueue._as_result(r)).* from pgqueue.results r
@@ -13362,10 +12023,8 @@ or removed if the message was purged, cancelled, acknowledged without an outcome
 sent again by redrive, the status is ready or running again.';
 
 -- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
-create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
-returns bigint
-language sql volatile
-as $$
+create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int) returns bigint
+language sql volatile as $$
     with gone as (
         delete from pgqueue.results r
         where (r.queue_name, r.id) in (
@@ -13385,11 +12044,7 @@ as $$
 $$;
 
 create function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -13404,28 +12059,21 @@ comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
 until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
 
-create function pgqueue._on_housekeeping_due_results(at timestamptz)
-returns void
-language sql volatile
-as $$
+create function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
+language sql volatile as $$
     select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
     where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
 
-create function pgqueue._on_queue_dropping_results(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
+create function pgqueue._on_queue_dropping_results(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create function pgqueue._raise_not_read_committed(verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._raise_not_read_committed(verb text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'active_sql_transaction',
@@ -13436,9 +12084,7 @@ end;
 $$;
 
 create function pgqueue._compactable_tables()
-returns table (relation regclass, row_type regtype, least_bytes bigint)
-language sql stable
-as $$
+returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
     select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
     union all
@@ -13460,8 +12106,7 @@ as $$
 $$;
 
 create function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
-language sql volatile
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
     select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
@@ -13478,10 +12123,8 @@ as $$
     order by s.bytes desc
 $$;
 
-create function pgqueue._pinned_transactions()
-returns bigint
-language sql volatile
-as $$
+create function pgqueue._pinned_transactions() returns bigint
+language sql volatile as $$
     -- These columns are visible to every role. The snapshot of a vacuum does not hold the horizon, and an automatic
     -- analyze ends soon.
     select greatest(
@@ -13502,10 +12145,8 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint)
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
+language sql volatile as $$
     select pgqueue._pinned_transactions() >= 50000
         or (bytes >= 67108864 or dead_rows >= 50000) and coalesce(
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
@@ -13516,10 +12157,8 @@ comment on function pgqueue._is_pinned_for(bigint, bigint) is
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create function pgqueue._tables_to_compact()
-returns table (relation regclass, row_type regtype)
-language sql volatile
-as $$
+create function pgqueue._tables_to_compact() returns table (relation regclass, row_type regtype)
+language sql volatile as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
@@ -13527,10 +12166,8 @@ as $$
     order by t.bytes desc
 $$;
 
-create function pgqueue._is_compaction_on()
-returns boolean
-language sql volatile
-as $$
+create function pgqueue._is_compaction_on() returns boolean
+language sql volatile as $$
     select case current_setting('pgqueue.compaction', true)
         when 'on' then true
         when 'off' then false
@@ -13545,10 +12182,8 @@ comment on function pgqueue._is_compaction_on() is
 'Whether compactions are requested. The setting pgqueue.compaction (on or off) decides. If it is not set, they are
 requested only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
-create function pgqueue._compaction_obstacle(relation regclass)
-returns text
-language sql volatile
-as $$
+create function pgqueue._compaction_obstacle(relation regclass) returns text
+language sql volatile as $$
     select case
         when exists (
             select from pg_catalog.pg_publication_tables p
@@ -13581,24 +12216,16 @@ comment on function pgqueue._compaction_obstacle(regclass) is
 truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
 again), referenced (by a foreign key); null if nothing is in the way.';
 
-create function pgqueue._column_list(relation regclass, pattern text, separator text)
-returns text
-language sql stable
-as $$
+create function pgqueue._column_list(relation regclass, pattern text, separator text) returns text
+language sql stable as $$
     select string_agg(format(pattern, a.attname), separator order by a.attnum)
     from pg_catalog.pg_attribute a
     where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
 $$;
 
-create function pgqueue._rewrite_table(relation regclass, kept anyarray)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = on
-set enable_tidscan = on
-set max_parallel_workers_per_gather = 0
-set jit = off
-as $$
+create function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
+language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
+set jit = off as $$
 declare
     places tid[];
     bytes bigint;
@@ -13630,11 +12257,8 @@ comment on function pgqueue._rewrite_table(regclass, anyarray) is
 number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is a null of the array
 type of the rows.';
 
-create function pgqueue._compact_table(relation regclass, row_type regtype)
-returns pgqueue.compaction
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._compact_table(relation regclass, row_type regtype) returns pgqueue.compaction
+language plpgsql volatile as $$
 declare
     done pgqueue.compaction;
 begin
@@ -13684,12 +12308,8 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create function pgqueue._on_maintenance_due_compact(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '20 ms'
-as $$
+create function pgqueue._on_maintenance_due_compact(at timestamptz) returns void
+language plpgsql volatile set lock_timeout = '20 ms' as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
@@ -13703,12 +12323,8 @@ exception when others then
 end;
 $$;
 
-create function pgqueue._compact_overgrown(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '20 ms'
-as $$
+create function pgqueue._compact_overgrown(at timestamptz) returns void
+language plpgsql volatile set lock_timeout = '20 ms' as $$
 declare
     candidate record;
     done pgqueue.compaction;
@@ -13747,12 +12363,8 @@ comment on function pgqueue._compact_overgrown(timestamptz) is
 held for the time of the compaction and the commit only. The next attempt is due in one second. If a table tried before
 was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, or after an error, in 60.';
 
-create function pgqueue._compact_tables(verb text, relations regclass[])
-returns setof pgqueue.compaction
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     candidate record;
 begin
@@ -13771,12 +12383,8 @@ begin
 end;
 $$;
 
-create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
-returns setof pgqueue.compaction
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin) returns setof pgqueue.compaction
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -13801,11 +12409,8 @@ snapshot is older than the compaction has none of the messages, and reports no e
 transaction that is not in read committed, and 55P03 if another compaction takes longer than 500 ms.';
 
 create function pgqueue.compact_queues(caller pgqueue.caller default current_user)
-returns setof pgqueue.compaction
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns setof pgqueue.compaction language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set jit = off as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'compact_queues');
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
@@ -13817,12 +12422,8 @@ comment on function pgqueue.compact_queues(pgqueue.caller) is
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and
 55P03 if another compaction takes longer than 500 ms.';
 
-create function pgqueue._findings_of_compact(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create function pgqueue._findings_of_compact(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
     at constant timestamptz := pgqueue._now();
     pinned constant bigint := pgqueue._pinned_transactions();
@@ -13900,10 +12501,8 @@ $$;
 -- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role.
 
-create function pgqueue._access_matrix()
-returns table (verb text, allowed_to text[])
-language sql immutable
-as $$
+create function pgqueue._access_matrix() returns table (verb text, allowed_to text[])
+language sql immutable as $$
     select v.verb, m.allowed_to
     from (values
         ('{producer}'::text[], '{
@@ -13934,9 +12533,7 @@ comment on function pgqueue._access_matrix() is
 reserved for the owner.';
 
 create function pgqueue._access_privileges()
-returns table (object text, privileges text, accesses text[], for_all boolean)
-language sql stable
-as $$
+returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
     select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
     from (
         select m.verb, m.allowed_to from pgqueue._access_matrix() m
@@ -13967,9 +12564,7 @@ as $$
 $$;
 
 create function pgqueue._granted_access()
-returns table (role_name name, access text, queue_name text, access_view regclass)
-language sql stable
-as $$
+returns table (role_name name, access text, queue_name text, access_view regclass) language sql stable as $$
     select
         r.rolname, p.access,
         case
@@ -13987,11 +12582,8 @@ $$;
 comment on function pgqueue._granted_access() is
 'The access that grant_access granted to each role; queue_name is null for all queues.';
 
-create function pgqueue._check_access(role_name name, access text, queue_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._check_access(role_name name, access text, queue_name text) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
     from (values
@@ -14012,31 +12604,22 @@ $$;
 
 create function pgqueue._access_statements(
     template text, role_identifier text, accesses text[], for_all boolean
-)
-returns text
-language sql stable
-as $$
+) returns text
+language sql stable as $$
     select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
     from pgqueue._access_privileges() a
     where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
 $$;
 
-create function pgqueue._apply_access(role_name name, access text, for_all boolean)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._apply_access(role_name name, access text, for_all boolean) returns void
+language plpgsql volatile as $$
 begin
     execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
-create function pgqueue.grant_access(role_name name, access text, queue_name text default null)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.grant_access(role_name name, access text, queue_name text default null) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     access_view regclass := 'pgqueue.access_any';
 begin
@@ -14079,11 +12662,8 @@ that calls: after set role to that role, in a security definer function to its o
 if they inherit its privileges. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role,
 and PQ001.';
 
-create function pgqueue._revoke_access(role_name name, access text, access_view regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._revoke_access(role_name name, access text, access_view regclass) returns void
+language plpgsql volatile as $$
 begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
@@ -14099,11 +12679,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._on_queue_dropping_grants(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     dropped constant regclass := to_regclass(pgqueue._access_view(q.name));
 begin
@@ -14119,12 +12696,8 @@ begin
 end;
 $$;
 
-create function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.revoke_access(role_name name, access text, queue_name text default null) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     access_view regclass;
 begin
@@ -14147,12 +12720,8 @@ comment on function pgqueue.revoke_access(name, text, text) is
 to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
 what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
 
-create function pgqueue.list_access()
-returns setof pgqueue.access
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create function pgqueue.list_access() returns setof pgqueue.access
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return query
     select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
@@ -14167,10 +12736,7 @@ for all queues. Access that a role has as a member of another is listed for the 
 after a restore without rows is not listed. Only the owner of the extension may call this.';
 
 create function pgqueue._granted_privileges()
-returns table (object text, privilege text, target text, grantee oid, relation regclass)
-language sql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns table (object text, privilege text, target text, grantee oid, relation regclass) language sql stable as $$
     select
         o.object, a.privilege_type,
         case when o.object = 'schema pgqueue' then a.privilege_type || ' on schema pgqueue' else coalesce(o.target, 'all on ' || o.object) end,
@@ -14208,11 +12774,8 @@ as $$
     where a.grantee <> o.owner
 $$;
 
-create function pgqueue._findings_of_grants(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create function pgqueue._findings_of_grants(q pgqueue.queues) returns setof pgqueue.finding
+language sql stable as $$
     with access as materialized (
         select g.role_name, p.object
         from pgqueue._granted_access() g

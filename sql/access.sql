@@ -2,17 +2,13 @@
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
 
-create or replace function pgqueue._is_name(name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
+create or replace function pgqueue._is_name(name text) returns boolean
+language sql immutable parallel safe as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
 comment on function pgqueue._is_name(text) is
 'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
 
-create or replace function pgqueue._privileges_of(accesses text[])
-returns text
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._privileges_of(accesses text[]) returns text
+language sql immutable parallel safe as $$
     select string_agg(p.privilege, ', ' order by p.privilege)
     from (values
         ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
@@ -21,16 +17,12 @@ as $$
     where p.access = any (accesses)
 $$;
 
-create or replace function pgqueue._access_view(name_or_pattern text)
-returns text
+create or replace function pgqueue._access_view(name_or_pattern text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 
-create or replace function pgqueue._may_use(caller name, queue_name text, privileges text)
-returns boolean
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._may_use(caller name, queue_name text, privileges text) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
     n int := 0;
 begin
@@ -56,11 +48,8 @@ $$;
 comment on function pgqueue._may_use(name, text, text) is
 'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
-create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
-returns boolean
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
     if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
@@ -78,11 +67,8 @@ comment on function pgqueue._may_or_raise(text, text, boolean) is
 'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
 if the queue would be created, 42501.';
 
-create or replace function pgqueue._require_admin_of_all(caller name, verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._require_admin_of_all(caller name, verb text) returns void
+language plpgsql stable as $$
 begin
     if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
         perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);

@@ -4,14 +4,8 @@
 -- then opens no other partition.
 
 create or replace function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     queue_kind bigint;
 begin
@@ -42,14 +36,8 @@ archive_for, moved to the archive. A claim is lost if it expired and the message
 or removed. Raises 22023, PQ001.';
 
 create or replace function pgqueue.ack_batch(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     queue_kind bigint;
     acked int;
@@ -86,14 +74,8 @@ comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid)
 PQ001.';
 
 create or replace function pgqueue.ack_claims(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[])
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns setof pgqueue.settled_claim language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);

@@ -2,11 +2,8 @@
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
-create or replace function pgqueue._confirm_time(at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._confirm_time(at timestamptz) returns timestamptz
+language plpgsql volatile as $$
 declare
     checked_at timestamptz;
     confirmed_at timestamptz;
@@ -29,10 +26,8 @@ comment on function pgqueue._confirm_time(timestamptz) is
 since moved on by an hour; -infinity if there is none yet.';
 
 -- Before this time no archived message has to be kept.
-create or replace function pgqueue._archive_expiry(at timestamptz)
-returns timestamptz
-language sql stable
-as $$
+create or replace function pgqueue._archive_expiry(at timestamptz) returns timestamptz
+language sql stable as $$
     select coalesce(min(pgqueue._add_interval(at, -w.archive_for)), at)
     from (
         select q.archive_for from pgqueue.queues q where q.archive_for is not null
@@ -41,29 +36,22 @@ as $$
     ) w
 $$;
 
-create or replace function pgqueue._days()
-returns setof date
-language sql stable
-as $$
+create or replace function pgqueue._days() returns setof date
+language sql stable as $$
     select to_date(right(c.relname, 8), 'YYYYMMDD')
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
 
-create or replace function pgqueue._expired_days(at timestamptz)
-returns setof date
-language sql stable
-as $$
+create or replace function pgqueue._expired_days(at timestamptz) returns setof date
+language sql stable as $$
     select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
-create or replace function pgqueue._create_missing_days(at timestamptz)
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._create_missing_days(at timestamptz) returns setof date
+language plpgsql volatile as $$
 declare
     today constant date := pgqueue._utc_day(at);
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
@@ -96,11 +84,8 @@ end;
 $$;
 
 -- Moves unfiled messages into their days, or deletes them, and returns how many.
-create or replace function pgqueue._file_messages(confirmed_at timestamptz, max_slices int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._file_messages(confirmed_at timestamptz, max_slices int) returns int
+language plpgsql volatile as $$
 declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
     unfiled refcursor;
@@ -127,12 +112,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
 begin
@@ -165,21 +146,14 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
+create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
 
-create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
+create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
-create or replace function pgqueue._truncate_day(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._truncate_day(day date) returns void
+language plpgsql volatile as $$
 begin
     -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
     -- wait for the lock: other sessions would queue behind a waiting request.
@@ -189,16 +163,11 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._is_day_empty(day date)
-returns boolean
-language sql volatile
-as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
+create or replace function pgqueue._is_day_empty(day date) returns boolean
+language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 
-create or replace function pgqueue._truncate_expired_day(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._truncate_expired_day(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     confirmed_at constant timestamptz := least(at, coalesce((select c.confirmed_at from pgqueue.archive_clock c), '-infinity'));
     day date;
@@ -213,11 +182,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     confirmed_at timestamptz;
 begin
@@ -240,11 +206,8 @@ end;
 $$;
 
 -- Returns the days that it has dropped: none if a longer transaction uses the archive.
-create or replace function pgqueue._drop_days(days date[])
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._drop_days(days date[]) returns setof date
+language plpgsql volatile as $$
 declare
     day date;
 begin
@@ -269,13 +232,9 @@ begin
     end loop;
 end;
 $$;
-create or replace function pgqueue.maintain_archive()
-returns setof pgqueue.archive_change
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create or replace function pgqueue.maintain_archive() returns setof pgqueue.archive_change
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     confirmed_at timestamptz;
@@ -323,11 +282,8 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
-create or replace function pgqueue._is_day_doubled(day date)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._is_day_doubled(day date) returns boolean
+language plpgsql volatile as $$
 declare
     doubled boolean;
 begin
@@ -341,11 +297,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._findings_of_archive(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
@@ -418,12 +371,8 @@ $$;
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
-)
-returns setof pgqueue.archived_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.archived_message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")

@@ -1,19 +1,14 @@
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
-create or replace function pgqueue._format_ids(ids bigint[])
-returns text
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._format_ids(ids bigint[]) returns text
+language sql immutable parallel safe as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
 
-create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[]) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ008',
@@ -24,11 +19,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ009',
@@ -41,10 +33,7 @@ end;
 $$;
 
 create or replace function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql stable as $$
 begin
     perform pgqueue._check_epoch(s, epoch);
     if seq is null or seq < 1 then
@@ -59,10 +48,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
-returns pgqueue.stream_batch
-language sql stable
-as $$
+create or replace function pgqueue._public_batch(s pgqueue.streams, lost bigint[]) returns pgqueue.stream_batch
+language sql stable as $$
     select row(
         s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
@@ -70,10 +57,7 @@ as $$
 $$;
 
 create or replace function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     kept bigint[];
 begin
@@ -96,11 +80,8 @@ comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, 
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create or replace function pgqueue._ack_open_batch(s pgqueue.streams)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._ack_open_batch(s pgqueue.streams) returns int
+language plpgsql volatile as $$
 declare
     acked int;
 begin
@@ -119,21 +100,16 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._after_batch(s pgqueue.streams)
-returns pgqueue.streams
-language sql stable
-as $$
+create or replace function pgqueue._after_batch(s pgqueue.streams) returns pgqueue.streams
+language sql stable as $$
     select jsonb_populate_record(s, jsonb_build_object(
         'acked_seq', s.acked_seq + 1, 'acked_token', s.claim_token, 'claim_token', null, 'ids', null, 'left_out', null,
         'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
         'begun_epoch', null))
 $$;
 
-create or replace function pgqueue._save_batch(s pgqueue.streams)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._save_batch(s pgqueue.streams) returns void
+language plpgsql volatile as $$
 begin
     update pgqueue.streams t
     set epoch = s.epoch, acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
@@ -145,11 +121,8 @@ $$;
 
 create or replace function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
-)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns pgqueue.streams
+language plpgsql volatile as $$
 declare
     token constant uuid := gen_random_uuid();
     span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
@@ -212,16 +185,10 @@ create or replace function pgqueue.stream_claim(
     partitions int default 1,
     visibility_timeout interval default null,
     max_bytes bigint default null
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -293,15 +260,9 @@ create or replace function pgqueue.stream_begin(
     seq bigint,
     claim_token uuid,
     max_replays int default 5
-)
-returns pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -343,15 +304,9 @@ raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 create or replace function pgqueue.stream_read(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
     partition int default null
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
@@ -406,15 +361,9 @@ PQ008.';
 
 create or replace function pgqueue.stream_extend(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, visibility_timeout interval default null
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.stream_batch
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -438,15 +387,9 @@ Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006
 
 create or replace function pgqueue.stream_ack(
     queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.streams;
     acked int;
@@ -475,15 +418,9 @@ create or replace function pgqueue.stream_skip(
     ids bigint[] default null,
     error text default null,
     epoch bigint default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);

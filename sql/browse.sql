@@ -5,15 +5,9 @@ create or replace function pgqueue.browse(
     state text default 'ready',
     max_messages int default 100,
     after_id bigint default 0
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -69,14 +63,9 @@ and locks no message. Raises 22023, PQ001, 40001.';
 
 create or replace function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
-)
-returns setof pgqueue.dead_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.dead_message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -126,11 +115,8 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
-create or replace function pgqueue._check_page(max_messages int, after_id bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_page(max_messages int, after_id bigint) returns void
+language plpgsql stable as $$
 begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');

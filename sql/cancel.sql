@@ -1,14 +1,8 @@
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
-create or replace function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -42,11 +36,7 @@ them. If you cancel the message of a future tick, the schedule adds it again. Pa
 instead. Raises 22023, PQ001.';
 
 create or replace function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -76,15 +66,9 @@ Raises 22023, PQ001.';
 
 create or replace function pgqueue.reschedule(
     queue_name pgqueue.queue_of_producer_or_admin, id bigint, due_at timestamptz default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

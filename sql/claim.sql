@@ -3,11 +3,8 @@
 
 create or replace function pgqueue._walk_from(
     q pgqueue.queues, from_id bigint, taken bigint[], at timestamptz, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     if q.kind is not null then
         return array(
@@ -26,11 +23,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
-returns bigint
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._last_id_from(q pgqueue.queues, from_id bigint) returns bigint
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         return (
@@ -43,11 +37,8 @@ $$;
 
 create or replace function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
@@ -116,10 +107,7 @@ end;
 $$;
 
 create or replace function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
     candidate_ids bigint[];
@@ -164,11 +152,8 @@ $$;
 
 create or replace function pgqueue._are_only_visible(
     queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns boolean
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
@@ -217,9 +202,7 @@ create or replace function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
     out ids bigint[], out kind bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     -- The scan before can have waited for a compaction or for the processor. What was ready then may be claimed by now,
@@ -259,12 +242,10 @@ comment on function pgqueue._lock_candidates_slowly(text, int, interval, boolean
 locked, too few; null if it has not looked.';
 
 create or replace function pgqueue._lock_candidates(
-    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
-    out ids bigint[], out kind bigint
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false, out ids bigint[],
+    out kind bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     at timestamptz;
     fresh_register regclass;
@@ -339,11 +320,8 @@ $$;
 
 create or replace function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
-)
-returns setof pgqueue.message
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile as $$
 begin
     if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
         select from pgqueue.queues q where q.name = _claim_special.queue_name collate "C" and q.priorities
@@ -380,16 +358,10 @@ create or replace function pgqueue.claim(
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin

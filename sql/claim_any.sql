@@ -6,12 +6,8 @@ create or replace function pgqueue.claim_any(
     visibility_timeout interval default null,
     claimed_by text default null,
     caller pgqueue.caller default current_user
-)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.message
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     queue_name text;
     wanted int := max_messages;

@@ -3,11 +3,8 @@
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create or replace function pgqueue._raise_not_read_committed(verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_not_read_committed(verb text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'active_sql_transaction',
@@ -18,9 +15,7 @@ end;
 $$;
 
 create or replace function pgqueue._compactable_tables()
-returns table (relation regclass, row_type regtype, least_bytes bigint)
-language sql stable
-as $$
+returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
     select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
     union all
@@ -42,8 +37,7 @@ as $$
 $$;
 
 create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
-language sql volatile
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
     select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
@@ -60,10 +54,8 @@ as $$
     order by s.bytes desc
 $$;
 
-create or replace function pgqueue._pinned_transactions()
-returns bigint
-language sql volatile
-as $$
+create or replace function pgqueue._pinned_transactions() returns bigint
+language sql volatile as $$
     -- These columns are visible to every role. The snapshot of a vacuum does not hold the horizon, and an automatic
     -- analyze ends soon.
     select greatest(
@@ -84,10 +76,8 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create or replace function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint)
-returns boolean
-language sql volatile
-as $$
+create or replace function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
+language sql volatile as $$
     select pgqueue._pinned_transactions() >= 50000
         or (bytes >= 67108864 or dead_rows >= 50000) and coalesce(
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
@@ -98,10 +88,8 @@ comment on function pgqueue._is_pinned_for(bigint, bigint) is
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create or replace function pgqueue._tables_to_compact()
-returns table (relation regclass, row_type regtype)
-language sql volatile
-as $$
+create or replace function pgqueue._tables_to_compact() returns table (relation regclass, row_type regtype)
+language sql volatile as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
@@ -109,10 +97,8 @@ as $$
     order by t.bytes desc
 $$;
 
-create or replace function pgqueue._is_compaction_on()
-returns boolean
-language sql volatile
-as $$
+create or replace function pgqueue._is_compaction_on() returns boolean
+language sql volatile as $$
     select case current_setting('pgqueue.compaction', true)
         when 'on' then true
         when 'off' then false
@@ -127,10 +113,8 @@ comment on function pgqueue._is_compaction_on() is
 'Whether compactions are requested. The setting pgqueue.compaction (on or off) decides. If it is not set, they are
 requested only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
-create or replace function pgqueue._compaction_obstacle(relation regclass)
-returns text
-language sql volatile
-as $$
+create or replace function pgqueue._compaction_obstacle(relation regclass) returns text
+language sql volatile as $$
     select case
         when exists (
             select from pg_catalog.pg_publication_tables p
@@ -163,24 +147,16 @@ comment on function pgqueue._compaction_obstacle(regclass) is
 truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
 again), referenced (by a foreign key); null if nothing is in the way.';
 
-create or replace function pgqueue._column_list(relation regclass, pattern text, separator text)
-returns text
-language sql stable
-as $$
+create or replace function pgqueue._column_list(relation regclass, pattern text, separator text) returns text
+language sql stable as $$
     select string_agg(format(pattern, a.attname), separator order by a.attnum)
     from pg_catalog.pg_attribute a
     where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
 $$;
 
-create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = on
-set enable_tidscan = on
-set max_parallel_workers_per_gather = 0
-set jit = off
-as $$
+create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
+language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
+set jit = off as $$
 declare
     places tid[];
     bytes bigint;
@@ -212,11 +188,8 @@ comment on function pgqueue._rewrite_table(regclass, anyarray) is
 number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is a null of the array
 type of the rows.';
 
-create or replace function pgqueue._compact_table(relation regclass, row_type regtype)
-returns pgqueue.compaction
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._compact_table(relation regclass, row_type regtype) returns pgqueue.compaction
+language plpgsql volatile as $$
 declare
     done pgqueue.compaction;
 begin
@@ -266,12 +239,8 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create or replace function pgqueue._on_maintenance_due_compact(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '20 ms'
-as $$
+create or replace function pgqueue._on_maintenance_due_compact(at timestamptz) returns void
+language plpgsql volatile set lock_timeout = '20 ms' as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
@@ -285,12 +254,8 @@ exception when others then
 end;
 $$;
 
-create or replace function pgqueue._compact_overgrown(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '20 ms'
-as $$
+create or replace function pgqueue._compact_overgrown(at timestamptz) returns void
+language plpgsql volatile set lock_timeout = '20 ms' as $$
 declare
     candidate record;
     done pgqueue.compaction;
@@ -329,12 +294,8 @@ comment on function pgqueue._compact_overgrown(timestamptz) is
 held for the time of the compaction and the commit only. The next attempt is due in one second. If a table tried before
 was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, or after an error, in 60.';
 
-create or replace function pgqueue._compact_tables(verb text, relations regclass[])
-returns setof pgqueue.compaction
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create or replace function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     candidate record;
 begin
@@ -353,12 +314,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
-returns setof pgqueue.compaction
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin) returns setof pgqueue.compaction
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -383,11 +340,8 @@ snapshot is older than the compaction has none of the messages, and reports no e
 transaction that is not in read committed, and 55P03 if another compaction takes longer than 500 ms.';
 
 create or replace function pgqueue.compact_queues(caller pgqueue.caller default current_user)
-returns setof pgqueue.compaction
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns setof pgqueue.compaction language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set jit = off as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'compact_queues');
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
@@ -399,12 +353,8 @@ comment on function pgqueue.compact_queues(pgqueue.caller) is
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and
 55P03 if another compaction takes longer than 500 ms.';
 
-create or replace function pgqueue._findings_of_compact(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create or replace function pgqueue._findings_of_compact(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
     at constant timestamptz := pgqueue._now();
     pinned constant bigint := pgqueue._pinned_transactions();

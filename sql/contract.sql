@@ -2,16 +2,11 @@
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
 
-create or replace function pgqueue._contract_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'A table of pgqueue, for plain SQL.' $$;
+create or replace function pgqueue._contract_comment() returns text
+language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
 
-create or replace function pgqueue._check_contract_schema(schema_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_contract_schema(schema_name text) returns void
+language plpgsql stable as $$
 begin
     if schema_name is null or octet_length(schema_name) not between 1 and 63
         or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
@@ -22,10 +17,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._contract_views(schema_name text)
-returns setof pg_catalog.pg_class
-language sql stable
-as $$
+create or replace function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class
+language sql stable as $$
     select c.* from pg_catalog.pg_class c
     where c.relnamespace = (select n.oid from pg_catalog.pg_namespace n where n.nspname = schema_name)
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
@@ -34,12 +27,8 @@ $$;
 
 create or replace function pgqueue.expose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     missing text[];
     table_name text;
@@ -92,13 +81,9 @@ these names.';
 
 create or replace function pgqueue.unexpose_contract(
     schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     views regclass[];
 begin

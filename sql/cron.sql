@@ -1,11 +1,8 @@
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
-create or replace function pgqueue._refuse_cron(cron text, problem text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._refuse_cron(cron text, problem text) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(
         'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
@@ -16,9 +13,7 @@ create or replace function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     -- Other collations, such as that of Turkish, have other lower case letters.
     trimmed constant text := lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C");
@@ -82,11 +77,8 @@ them begins with *; otherwise one match is enough. Raises 22023.';
 
 create or replace function pgqueue._first_tick_of_day(
     day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
-)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns timestamptz
+language plpgsql stable as $$
 declare
     midnight constant timestamptz := day::timestamp at time zone time_zone;
 begin
@@ -123,11 +115,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
+language plpgsql stable as $$
 declare
     c constant record := pgqueue._parse_cron(cron);
     day date;
@@ -154,11 +143,8 @@ comment on function pgqueue._next_tick(text, text, timestamptz) is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
-create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz) returns timestamptz
+language plpgsql stable as $$
 declare
     span interval := interval '1 min';
     early timestamptz := at - span;
@@ -180,11 +166,8 @@ $$;
 comment on function pgqueue._last_tick(text, text, timestamptz) is
 'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
 
-create or replace function pgqueue._canonical_time_zone(time_zone text)
-returns text
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._canonical_time_zone(time_zone text) returns text
+language plpgsql stable as $$
 declare
     canonical text;
 begin

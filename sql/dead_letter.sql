@@ -2,15 +2,9 @@
 
 create or replace function pgqueue.sweep_queue(
     queue_name pgqueue.queue_of_consumer_or_admin, max_messages int default 10000
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -29,11 +23,8 @@ statement_timeout has passed, too. It reads all messages in flight, about 2 s fo
 that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 -- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
-create or replace function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues) returns int
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     n int;
@@ -65,11 +56,8 @@ end;
 $$;
 
 -- The caller has locked the dead letters.
-create or replace function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     is_grouped constant boolean := q.group_limit is not null;
 begin
@@ -118,15 +106,9 @@ create or replace function pgqueue.redrive(
     max_messages int default 1000,
     ids bigint[] default null,
     to_queue pgqueue.queue_of_admin default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -191,14 +173,8 @@ to_queue, for which the caller needs admin access, too, the dead letters become 
 their own and the header pgqueue.dead_letter, as by dead_letter_to of create_queue. Raises 22023, PQ001.';
 
 create or replace function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
@@ -258,10 +234,8 @@ no claim has moved to the dead letters yet are included, as by sweep_queue. The 
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
 its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 
-create or replace function pgqueue._findings_of_held_groups(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql volatile
-as $$
+create or replace function pgqueue._findings_of_held_groups(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', q.name, 'held_group',
         format('group %L waits for %s, the first is %s: on_dead is hold', d.name,

@@ -2,10 +2,7 @@
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
 create or replace function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
         return;
@@ -31,24 +28,17 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
+create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
 
-create or replace function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
-returns void
-language sql volatile
-as $$
+create or replace function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues) returns void
+language sql volatile as $$
     -- A later queue of this name, perhaps of another owner, gets no dead letters.
     update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
 $$;
 
-create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;

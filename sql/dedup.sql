@@ -3,8 +3,7 @@
 -- lookup reads one table. The unique index of that table decides which of two concurrent senders adds its message. The
 -- table of a period that has ended is truncated as a whole.
 
-create or replace function pgqueue._dedup_class(dedup_window interval)
-returns int
+create or replace function pgqueue._dedup_class(dedup_window interval) returns int
 language sql immutable parallel safe
 -- Periods of class 0 last an hour, of 1 a day, of 2 30 days: at least as long as the window.
 as $$
@@ -16,21 +15,15 @@ returns bigint
 language sql stable parallel safe
 as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
 
-create or replace function pgqueue._dedup_slice(class int, period bigint)
-returns int
-language sql immutable parallel safe
-as $$ select 3 * class + (period % 3)::int $$;
+create or replace function pgqueue._dedup_slice(class int, period bigint) returns int
+language sql immutable parallel safe as $$ select 3 * class + (period % 3)::int $$;
 
-create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz)
-returns timestamptz
+create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 
-create or replace function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_dedup(dedup_keys text[], on_duplicate text) returns void
+language plpgsql stable as $$
 begin
     if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
         perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
@@ -43,16 +36,10 @@ end;
 $$;
 
 create or replace function pgqueue._read_dedup_keys(
-    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[],
-    out key text, out id bigint, out is_taken boolean, out is_locked boolean
-)
-returns setof record
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
+    out id bigint, out is_taken boolean, out is_locked boolean
+) returns setof record
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
@@ -91,12 +78,8 @@ about to add. is_locked is false if no other transaction is changing the key.';
 
 create or replace function pgqueue._write_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], ids bigint[], at timestamptz, free_ids bigint[]
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-as $$
+) returns bigint[]
+language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
 declare
     written bigint[];
 begin
@@ -121,14 +104,8 @@ keys until the transaction ends, in the order of the keys: so the next _read_ded
 
 create or replace function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_nestloop = off
-set jit = off
-as $$
+) returns bigint[]
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_nestloop = off set jit = off as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
     present constant bigint := pgqueue._dedup_period(class, at);
@@ -230,17 +207,11 @@ messages in gone count as free. If several elements have the same key, the first
 replace, the last. An element without a key keeps its id.';
 
 create or replace function pgqueue._replace_message(
-    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
-    payload jsonb, body bytea, headers jsonb
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid, payload jsonb,
+    body bytea, headers jsonb
+) returns boolean
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 declare
     new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
 begin
@@ -282,9 +253,7 @@ end;
 $$;
 
 create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
-returns void
-language sql volatile
-as $$
+returns void language sql volatile as $$
     -- In the order in which senders lock the rows of a key.
     select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
     from generate_series(
@@ -292,10 +261,8 @@ as $$
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), -1) as period
 $$;
 
-create or replace function pgqueue._ended_dedup_tables(at timestamptz)
-returns setof regclass
-language sql stable
-as $$
+create or replace function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
+language sql stable as $$
     select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
     from generate_series(0, 2) as c
     where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
@@ -303,11 +270,8 @@ $$;
 comment on function pgqueue._ended_dedup_tables(timestamptz) is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
-create or replace function pgqueue._truncate_dedup_keys(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._truncate_dedup_keys(at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     keys regclass;
 begin
@@ -331,11 +295,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- The statistics are read without a lock of the table.
     if not pgqueue._is_dump_running() and exists (

@@ -1,18 +1,13 @@
 -- Finds problems, and for each the statement that repairs it. findings.sql has those of one queue.
 
-create or replace function pgqueue.version()
-returns text
-language sql immutable parallel safe security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
+create or replace function pgqueue.version() returns text
+language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
 
-create or replace function pgqueue._horizon_holders()
-returns table (pinned_for interval, holder text, repair text)
-language sql stable
-as $$
+create or replace function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text)
+language sql stable as $$
     select
         pgqueue._now() - a.xact_start,
         pg_catalog.format('process %s (%s, %s), transaction open, state: %s, snapshot %s transactions old', a.pid,
@@ -54,12 +49,8 @@ comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
 long queries on standbys with hot_standby_feedback.';
 
-create or replace function pgqueue._space_used()
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create or replace function pgqueue._space_used() returns text
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     return format('the tables of pgqueue, without the archive, occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
         pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
@@ -72,11 +63,8 @@ exception when lock_not_available then
 end;
 $$;
 
-create or replace function pgqueue._orphaned_messages()
-returns table (table_name text, queue_name text)
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._orphaned_messages() returns table (table_name text, queue_name text)
+language plpgsql stable as $$
 declare
     searched text;
 begin
@@ -118,11 +106,8 @@ $$;
 comment on function pgqueue._orphaned_messages() is
 'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
-create or replace function pgqueue._server_findings()
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._server_findings() returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', null::text, 'pinned_horizon',
         format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
@@ -168,11 +153,8 @@ as $$
     ) c
 $$;
 
-create or replace function pgqueue._installation_findings()
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._installation_findings() returns setof pgqueue.finding
+language sql volatile as $$
     select f.* from pgqueue._server_findings() f
     union all
     select
@@ -241,14 +223,8 @@ as $$
 $$;
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
-returns setof pgqueue.finding
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set quote_all_identifiers = off
-set datestyle = iso
-set intervalstyle = postgres
-set jit = off
-as $$
+returns setof pgqueue.finding language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off set datestyle = iso set intervalstyle = postgres set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;

@@ -1,10 +1,7 @@
 -- Removes queues and the messages of queues.
 
-create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
     m.expires_at := null;
@@ -12,11 +9,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     m pgqueue.messages;
@@ -40,15 +34,9 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean) returns bigint
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 declare
     -- A drop must leave nothing. So it reads also what was removed long ago, and ids that were set by hand.
     first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
@@ -98,13 +86,9 @@ $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
 'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
-create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
@@ -120,14 +104,8 @@ statement_timeout has passed, and has then removed some: repeat it until it retu
 once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
 if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
-create or replace function pgqueue._drop_queue(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._drop_queue(q pgqueue.queues) returns bigint
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     removed bigint;
 begin
@@ -150,13 +128,9 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
 begin

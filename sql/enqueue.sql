@@ -1,9 +1,7 @@
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
-create or replace function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
-returns jsonb
-language sql stable parallel safe
-as $$
+create or replace function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int) returns jsonb
+language sql stable parallel safe as $$
     select case
         when group_key is null and priority is null then headers
         when headers is null or jsonb_typeof(headers) = 'object'
@@ -13,11 +11,8 @@ as $$
     end
 $$;
 
-create or replace function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[]) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(
         pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
@@ -32,11 +27,8 @@ $$;
 
 create or replace function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 declare
     content constant text := pgqueue._element(case when body is null then 'payload' else 'body' end, place, messages);
     bytes bigint;
@@ -67,11 +59,8 @@ $$;
 
 create or replace function pgqueue._check_enqueue(
     delay interval, expires_in interval, place bigint default 1, messages int default 1
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid(pgqueue._element('delay', place, messages), delay::text, 'an interval from 0 to 10 years (3652.5 days)');
@@ -84,10 +73,8 @@ $$;
 
 create or replace function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
-)
-returns boolean
-language sql immutable parallel safe
-as $$
+) returns boolean
+language sql immutable parallel safe as $$
     -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
     select case when body is null then octet_length(payload::text) when payload is null then octet_length(body) end
         <= q.max_payload_bytes
@@ -99,10 +86,8 @@ comment on function pgqueue._is_valid(pgqueue.queues, jsonb, jsonb, interval, by
 
 create or replace function pgqueue._notify_if_valid(
     q pgqueue.queues, at timestamptz, payload jsonb, headers jsonb, expires_in interval, body bytea
-)
-returns boolean
-language sql volatile
-as $$
+) returns boolean
+language sql volatile as $$
     select case
             -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
@@ -118,21 +103,10 @@ comment on function pgqueue._notify_if_valid(pgqueue.queues, timestamptz, jsonb,
 One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create or replace function pgqueue._enqueue_deduplicated(
-    queue_name text,
-    payload jsonb,
-    delay interval,
-    headers jsonb,
-    expires_in interval,
-    message_id uuid,
-    body bytea,
-    dedup_key text,
-    on_duplicate text
-)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-as $$
+    queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,
+    dedup_key text, on_duplicate text
+) returns bigint
+language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
@@ -198,13 +172,9 @@ create or replace function pgqueue.enqueue(
     on_duplicate text default 'keep',
     group_key text default null,
     priority int default null
-)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set jit = off
-as $$
+) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
@@ -292,13 +262,10 @@ and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 i
 large.';
 
 create or replace function pgqueue._take_or_replace(
-    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz,
-    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz, payloads jsonb[],
+    bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     holders bigint[];
     gone bigint[] := '{}'::bigint[];
@@ -329,13 +296,10 @@ end;
 $$;
 
 create or replace function pgqueue._schedule_batch(
-    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,
-    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz, payloads jsonb[], bodies bytea[], headers jsonb[],
+    message_ids uuid[], delays interval[], expires_at timestamptz
+) returns void
+language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
@@ -376,13 +340,9 @@ create or replace function pgqueue.enqueue_batch(
     on_duplicate text default 'keep',
     group_keys text[] default null,
     priorities int[] default null
-)
-returns setof bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set jit = off
-as $$
+) returns setof bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

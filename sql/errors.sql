@@ -1,15 +1,12 @@
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
-create or replace function pgqueue._with_number(number bigint, noun text)
-returns text
+create or replace function pgqueue._with_number(number bigint, noun text) returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
-create or replace function pgqueue._element(argument text, place bigint, messages int)
-returns text
-language sql immutable strict parallel safe
-as $$
+create or replace function pgqueue._element(argument text, place bigint, messages int) returns text
+language sql immutable strict parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
@@ -18,11 +15,8 @@ comment on function pgqueue._element(text, bigint, int) is
 'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
 has one message.';
 
-create or replace function pgqueue._raise_invalid(argument text, given text, expected text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_invalid(argument text, given text, expected text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'invalid_parameter_value',
@@ -33,11 +27,8 @@ $$;
 
 create or replace function pgqueue._raise_queue_not_found(
     queue_name text, role_name name default null, accesses text[] default null
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     raise exception using
         errcode = 'PQ001',
@@ -52,11 +43,8 @@ $$;
 comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
 'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
 
-create or replace function pgqueue._raise_queue_exists(queue_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_queue_exists(queue_name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ002',
@@ -71,11 +59,8 @@ $$;
 
 create or replace function pgqueue._raise_payload_too_large(
     queue_name text, argument text, bytes bigint, limit_bytes bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ003',
@@ -88,11 +73,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_queue_busy(queue_name text, verb text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_queue_busy(queue_name text, verb text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ004',
@@ -101,11 +83,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_stale_snapshot(object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stale_snapshot(object text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'serialization_failure',
@@ -117,11 +96,8 @@ $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
 'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
 
-create or replace function pgqueue._raise_role_not_found(role_name name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_role_not_found(role_name name) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'undefined_object',
@@ -133,11 +109,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_not_allowed(role_name name, action text, object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_not_allowed(role_name name, action text, object text) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
     raise exception using
         errcode = 'insufficient_privilege',

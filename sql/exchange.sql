@@ -7,16 +7,10 @@ create or replace function pgqueue.exchange(
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
-)
-returns setof pgqueue.exchanged
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.exchanged
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     queue_kind bigint;

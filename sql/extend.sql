@@ -1,10 +1,7 @@
 -- Extends claims: sets a new end for claims that the caller still holds.
 
-create or replace function pgqueue._check_claim(id bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_claim(id bigint, claim_token uuid) returns void
+language plpgsql stable as $$
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
@@ -15,11 +12,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz) returns timestamptz
+language plpgsql volatile as $$
 begin
     perform pgqueue._wake_if_waiting(q, pgqueue._now());
     return claim_end;
@@ -28,15 +22,9 @@ $$;
 
 create or replace function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;
@@ -71,11 +59,8 @@ ended is lost. If the claim ends earlier than before, waiting consumers are noti
 
 create or replace function pgqueue._extend_held(
     q pgqueue.queues, ids bigint[], claim_token uuid, visibility_timeout interval
-)
-returns setof bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof bigint
+language plpgsql volatile as $$
 declare
     until timestamptz;
 begin
@@ -113,15 +98,9 @@ claim_token is null, the claim that the caller has locked.';
 
 create or replace function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
-)
-returns setof bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -138,15 +117,9 @@ The claims of the others were lost. Raises 22023, PQ001.';
 
 create or replace function pgqueue.extend_claims(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[], visibility_timeout interval default null
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);

@@ -1,10 +1,8 @@
 -- What doctor finds in one queue, and the statement that repairs it. A limit around each lookup by id prevents a plan
 -- that reads all messages of the queue instead.
 
-create or replace function pgqueue._has_index(partition regclass, keys text)
-returns boolean
-language sql stable
-as $$
+create or replace function pgqueue._has_index(partition regclass, keys text) returns boolean
+language sql stable as $$
     select exists (
         select from pg_catalog.pg_index x
         where x.indrelid = partition and x.indisvalid
@@ -12,11 +10,8 @@ as $$
     )
 $$;
 
-create or replace function pgqueue._ids_above_sequence(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._ids_above_sequence(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     top_id bigint;
     near_id bigint;
@@ -59,11 +54,8 @@ $$;
 comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
 'With such ids the other findings would be wrong.';
 
-create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz)
-returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'error', q.name, 'twin_messages',
         format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due',
@@ -101,14 +93,11 @@ as $$
 $$;
 
 create or replace function pgqueue._examine_messages(
-    q pgqueue.queues, at timestamptz,
-    out lapsed bigint, out lapsed_at timestamptz, out shortest interval, out ahead_until timestamptz,
-    out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[], out seen_at timestamptz,
-    out grouped_id bigint, out ranked_id bigint
+    q pgqueue.queues, at timestamptz, out lapsed bigint, out lapsed_at timestamptz, out shortest interval,
+    out ahead_until timestamptz, out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[],
+    out seen_at timestamptz, out grouped_id bigint, out ranked_id bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     select
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
@@ -186,11 +175,8 @@ and with a priority that have no effect.';
 
 create or replace function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
-)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     late_until timestamptz;
     late_from timestamptz;
@@ -248,10 +234,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[])
-returns setof pgqueue.messages
-language sql stable
-as $$
+create or replace function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[]) returns setof pgqueue.messages
+language sql stable as $$
     select m.*
     from unnest(hidden_ids) as hidden_id
     cross join lateral (
@@ -266,14 +250,8 @@ as $$
 $$;
 
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
+set enable_sort = off set jit = off as $$
 declare
     s pgqueue.queue_stats;
     partition regclass;

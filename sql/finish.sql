@@ -2,50 +2,36 @@
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
-create or replace function pgqueue._archive_marker(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select pgqueue._sequence_name('archives', queue_name) $$;
+create or replace function pgqueue._archive_marker(queue_name text) returns text
+language sql immutable parallel safe as $$ select pgqueue._sequence_name('archives', queue_name) $$;
 
-create or replace function pgqueue._lock_queue_without_archive(queue_name text)
-returns boolean
+create or replace function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
-create or replace function pgqueue._utc_day(moment timestamptz)
-returns date
-language sql immutable parallel safe
-as $$ select (moment at time zone 'UTC')::date $$;
+create or replace function pgqueue._utc_day(moment timestamptz) returns date
+language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
-create or replace function pgqueue._finish_time()
-returns timestamptz
-language sql volatile
-as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
+create or replace function pgqueue._finish_time() returns timestamptz
+language sql volatile as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
 
-create or replace function pgqueue._day_partition_name(day date)
-returns text
-language sql stable parallel safe
-as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+create or replace function pgqueue._day_partition_name(day date) returns text
+language sql stable parallel safe as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 
-create or replace function pgqueue._has_day_partition(day date)
-returns boolean
-language sql volatile
-as $$
+create or replace function pgqueue._has_day_partition(day date) returns boolean
+language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create or replace function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
-returns setof pgqueue.messages
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns setof pgqueue.messages language plpgsql volatile as $$
 declare
     queue_kind bigint;
 begin
@@ -68,21 +54,16 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._as_archived(m pgqueue.messages, at timestamptz)
-returns pgqueue.archived_messages
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._as_archived(m pgqueue.messages, at timestamptz) returns pgqueue.archived_messages
+language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error
     )::pgqueue.archived_messages
 $$;
 
-create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
     acked bigint[];
@@ -112,9 +93,7 @@ comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
 create or replace function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
-returns bigint
-language sql stable parallel safe
-as $$
+returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
@@ -122,9 +101,7 @@ comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
 'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     id bigint;
     place tid;
@@ -146,10 +123,8 @@ comment on function pgqueue._fetch_slice(refcursor) is
 'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
 Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
-create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
-returns pgqueue.messages
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._as_message(s pgqueue.scheduled_messages) returns pgqueue.messages
+language sql immutable parallel safe as $$
     select row(
         s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
         s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
@@ -158,9 +133,7 @@ as $$
 $$;
 
 create or replace function pgqueue._as_scheduled(m pgqueue.messages, due_at timestamptz, attempt_count int)
-returns pgqueue.scheduled_messages
-language sql immutable parallel safe
-as $$
+returns pgqueue.scheduled_messages language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, due_at, m.enqueued_at, attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
@@ -168,9 +141,7 @@ as $$
 $$;
 
 create or replace function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns pgqueue.dead_messages
-language sql immutable parallel safe
-as $$
+returns pgqueue.dead_messages language sql immutable parallel safe as $$
     select row(
         m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
@@ -178,16 +149,12 @@ as $$
     )::pgqueue.dead_messages
 $$;
 
-create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
-returns boolean
+create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 
-create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
+language plpgsql volatile as $$
 begin
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*

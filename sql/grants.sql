@@ -1,10 +1,8 @@
 -- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role.
 
-create or replace function pgqueue._access_matrix()
-returns table (verb text, allowed_to text[])
-language sql immutable
-as $$
+create or replace function pgqueue._access_matrix() returns table (verb text, allowed_to text[])
+language sql immutable as $$
     select v.verb, m.allowed_to
     from (values
         ('{producer}'::text[], '{
@@ -35,9 +33,7 @@ comment on function pgqueue._access_matrix() is
 reserved for the owner.';
 
 create or replace function pgqueue._access_privileges()
-returns table (object text, privileges text, accesses text[], for_all boolean)
-language sql stable
-as $$
+returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
     select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
     from (
         select m.verb, m.allowed_to from pgqueue._access_matrix() m
@@ -68,9 +64,7 @@ as $$
 $$;
 
 create or replace function pgqueue._granted_access()
-returns table (role_name name, access text, queue_name text, access_view regclass)
-language sql stable
-as $$
+returns table (role_name name, access text, queue_name text, access_view regclass) language sql stable as $$
     select
         r.rolname, p.access,
         case
@@ -88,11 +82,8 @@ $$;
 comment on function pgqueue._granted_access() is
 'The access that grant_access granted to each role; queue_name is null for all queues.';
 
-create or replace function pgqueue._check_access(role_name name, access text, queue_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_access(role_name name, access text, queue_name text) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
     from (values
@@ -113,31 +104,22 @@ $$;
 
 create or replace function pgqueue._access_statements(
     template text, role_identifier text, accesses text[], for_all boolean
-)
-returns text
-language sql stable
-as $$
+) returns text
+language sql stable as $$
     select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
     from pgqueue._access_privileges() a
     where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
 $$;
 
-create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean) returns void
+language plpgsql volatile as $$
 begin
     execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
-create or replace function pgqueue.grant_access(role_name name, access text, queue_name text default null)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.grant_access(role_name name, access text, queue_name text default null) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     access_view regclass := 'pgqueue.access_any';
 begin
@@ -180,11 +162,8 @@ that calls: after set role to that role, in a security definer function to its o
 if they inherit its privileges. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role,
 and PQ001.';
 
-create or replace function pgqueue._revoke_access(role_name name, access text, access_view regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._revoke_access(role_name name, access text, access_view regclass) returns void
+language plpgsql volatile as $$
 begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
@@ -200,11 +179,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     dropped constant regclass := to_regclass(pgqueue._access_view(q.name));
 begin
@@ -220,12 +196,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.revoke_access(role_name name, access text, queue_name text default null) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     access_view regclass;
 begin
@@ -248,12 +220,8 @@ comment on function pgqueue.revoke_access(name, text, text) is
 to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
 what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
 
-create or replace function pgqueue.list_access()
-returns setof pgqueue.access
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.list_access() returns setof pgqueue.access
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return query
     select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
@@ -268,10 +236,7 @@ for all queues. Access that a role has as a member of another is listed for the 
 after a restore without rows is not listed. Only the owner of the extension may call this.';
 
 create or replace function pgqueue._granted_privileges()
-returns table (object text, privilege text, target text, grantee oid, relation regclass)
-language sql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns table (object text, privilege text, target text, grantee oid, relation regclass) language sql stable as $$
     select
         o.object, a.privilege_type,
         case when o.object = 'schema pgqueue' then a.privilege_type || ' on schema pgqueue' else coalesce(o.target, 'all on ' || o.object) end,
@@ -309,11 +274,8 @@ as $$
     where a.grantee <> o.owner
 $$;
 
-create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._findings_of_grants(q pgqueue.queues) returns setof pgqueue.finding
+language sql stable as $$
     with access as materialized (
         select g.role_name, p.object
         from pgqueue._granted_access() g

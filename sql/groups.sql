@@ -3,10 +3,8 @@
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The table of such queues has two more indexes, which list the messages by queue and group.
 
-create or replace function pgqueue._group_position(headers jsonb, id bigint)
-returns bigint
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._group_position(headers jsonb, id bigint) returns bigint
+language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
@@ -14,27 +12,20 @@ comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
-create or replace function pgqueue._group_position(m pgqueue.messages)
-returns bigint
-language sql immutable parallel safe
-as $$ select pgqueue._group_position(m.headers, m.id) $$;
+create or replace function pgqueue._group_position(m pgqueue.messages) returns bigint
+language sql immutable parallel safe as $$ select pgqueue._group_position(m.headers, m.id) $$;
 
 create or replace function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
-)
-returns boolean
-language sql immutable parallel safe
-as $$
+) returns boolean
+language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
 $$;
 
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
-)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns int
+language plpgsql volatile as $$
 declare
     ended_ids bigint[];
 begin
@@ -71,10 +62,7 @@ the claim before the end. An extension that locks the row later finds the claim 
 limit.';
 
 create or replace function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns boolean language plpgsql volatile as $$
 begin
     return q.group_limit > (
             select count(*)
@@ -94,11 +82,8 @@ $$;
 
 create or replace function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     -- What was committed after the walk can be in flight, or can be the first message.
     return array(
@@ -143,10 +128,8 @@ $$;
 comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
 'Locks up to wanted ready messages of the groups at these positions, whose locks the caller holds.';
 
-create or replace function pgqueue._has_group_dead_letter(queue_name text, place bigint)
-returns boolean
-language sql stable
-as $$
+create or replace function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
+language sql stable as $$
     select exists (
         select from pgqueue.dead_messages d
         where d.queue_name = _has_group_dead_letter.queue_name and d.headers ->> 'pgqueue.group' is not null
@@ -155,10 +138,7 @@ as $$
 $$;
 
 create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
     first_id constant bigint := pgqueue._first_id_of(q.name);
@@ -199,11 +179,8 @@ $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
 'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
-create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
@@ -225,9 +202,7 @@ create or replace function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
     out locked bigint[], out spent_ids bigint[], out lock_count int, out next_position bigint
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
@@ -321,10 +296,7 @@ message, the messages of locked groups that have no attempts left or have expire
 on; null at the end.';
 
 create or replace function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);

@@ -3,10 +3,8 @@
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.
 
-create or replace function pgqueue._handlers(event text)
-returns setof regproc
-language sql stable
-as $$
+create or replace function pgqueue._handlers(event text) returns setof regproc
+language sql stable as $$
     select p.oid::regproc
     from pg_catalog.pg_proc p
     -- A range condition on the name, which a catalog index supports.
@@ -16,11 +14,8 @@ $$;
 
 create or replace function pgqueue._call_queue_handlers(
     event text, q pgqueue.queues, before pgqueue.queues default null
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     call constant text := case event when 'queue_altered' then 'select %s($2, $1)' else 'select %s($1)' end;
     handler regproc;
@@ -34,11 +29,8 @@ comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.q
 'Calls _on_<event>_<module> of each module that defines it. The queue is locked, at queue_dropping exclusively: then its
 row is deleted and its messages still exist. A handler of queue_sweeping must not wait for a lock or raise an error.';
 
-create or replace function pgqueue._call_if_due(event text, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._call_if_due(event text, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     is_housekeeping constant boolean := event = 'housekeeping';
     register constant regclass := case
@@ -63,12 +55,8 @@ comment on function pgqueue._call_if_due(text, timestamptz) is
 A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
 that has nothing to do to a later one.';
 
-create or replace function pgqueue._do_at_commit()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._do_at_commit() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     probe tid;
@@ -106,11 +94,8 @@ drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
 for each row when (new.outcome is null) execute function pgqueue._do_at_commit();
 
-create or replace function pgqueue._request_at_commit(handler text, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._request_at_commit(handler text, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- The caller may have set all constraints to immediate. The locks would then last until its transaction ends.
     set constraints pgqueue.do_at_commit deferred;
@@ -121,11 +106,8 @@ comment on function pgqueue._request_at_commit(text, timestamptz) is
 'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
 exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
-create or replace function pgqueue._module_findings(q pgqueue.queues default null)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._module_findings(q pgqueue.queues default null) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     handler regproc;
 begin

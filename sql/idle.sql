@@ -1,10 +1,8 @@
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
-create or replace function pgqueue._is_first_statement()
-returns boolean
-language sql volatile
-as $$
+create or replace function pgqueue._is_first_statement() returns boolean
+language sql volatile as $$
     -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
     -- where a scheduled job calls drop_idle_queues.
     select statement_timestamp() - transaction_timestamp() < interval '5 ms'
@@ -16,11 +14,8 @@ ms before the statement. The times are not compared for equality, as a driver se
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 
-create or replace function pgqueue._is_idle(q pgqueue.queues, at timestamptz)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._is_idle(q pgqueue.queues, at timestamptz) returns boolean
+language plpgsql volatile as $$
 declare
     swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
@@ -45,14 +40,8 @@ $$;
 
 create or replace function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
-)
-returns setof text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set lock_timeout = '100 ms'
-set jit = off
+) returns setof text
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set lock_timeout = '100 ms' set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -97,12 +86,8 @@ comment on function pgqueue._drop_idle_queues(int, boolean, name) is
 'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
 drops no dedicated queue, and tries at most 100 queues.';
 
-create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
-returns setof text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user) returns setof text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
     return query select n from pgqueue._drop_idle_queues(100, true, caller) as n;
@@ -116,19 +101,14 @@ messages sent by other transactions may be invisible there. There is no need to 
 once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
 ones when a queue becomes dedicated.';
 
-create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues)
-returns void
-language sql volatile
-as $$
+create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues) returns void
+language sql volatile as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
 
-create or replace function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
         perform pgqueue._drop_idle_queues(10, true);

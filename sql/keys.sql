@@ -5,24 +5,18 @@
 -- plan for constants could read the whole queue.
 
 create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-returns setof record
-language sql immutable parallel safe
-as $$ select ids, null::bigint, null::text[] $$;
+returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
 comment on function pgqueue._lookup_keys(text, bigint[]) is
 'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
 order.';
 
 create or replace function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-)
-returns boolean
-language sql immutable parallel safe
-as $$ select queue_name = name and id = any (key_ids) $$;
+) returns boolean
+language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
 
-create or replace function pgqueue._has_current_key_lookup()
-returns boolean
-language sql stable
-as $$
+create or replace function pgqueue._has_current_key_lookup() returns boolean
+language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
@@ -34,11 +28,8 @@ installation that is no extension, it may have another.';
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
 -- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
 -- scans.
-create or replace function pgqueue._install_key_lookup()
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._install_key_lookup() returns void
+language plpgsql volatile as $$
 declare
     joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
@@ -59,63 +50,48 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create or replace function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
+create or replace function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
+language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
 comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
-create or replace function pgqueue._array_except(ids bigint[], others bigint[])
-returns bigint[]
-language sql immutable parallel safe
-as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+create or replace function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
+language sql immutable parallel safe as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 
-create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
-create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
-create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
-create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
-returns boolean
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz) returns boolean
+language sql immutable parallel safe as $$
     select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
-create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
-returns boolean
+create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
 
-create or replace function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid)
-returns boolean
+create or replace function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 
-create or replace function pgqueue._is_unclaimed(m pgqueue.messages)
-returns boolean
+create or replace function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
 comment on function pgqueue._is_unclaimed(pgqueue.messages) is
@@ -124,9 +100,7 @@ comment on function pgqueue._is_unclaimed(pgqueue.messages) is
 create or replace function pgqueue._lock_claims(
     q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     if ids is null or (select bool_or(i is null) from unnest(ids) as i) then
         perform pgqueue._raise_invalid('ids', ids::text, 'an array of ids of claimed messages, without nulls');

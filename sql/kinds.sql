@@ -1,10 +1,8 @@
 -- The kinds of queues. The queues of a kind share a partition of messages, which has the indexes that they need. A
 -- dedicated queue has a partition of its own.
 
-create or replace function pgqueue._shared_table(q pgqueue.queues)
-returns text
-language sql stable
-as $$
+create or replace function pgqueue._shared_table(q pgqueue.queues) returns text
+language sql stable as $$
     select 'pgqueue.messages_' || case
         when q.group_limit is not null then 'grouped'
         when q.priorities and q.max_in_flight is not null then 'prioritized_limited'
@@ -14,18 +12,13 @@ as $$
     end
 $$;
 
-create or replace function pgqueue._partition_of(q pgqueue.queues)
-returns regclass
-language sql stable
-as $$
+create or replace function pgqueue._partition_of(q pgqueue.queues) returns regclass
+language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
-create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
+language plpgsql volatile as $$
 declare
     partition constant text := format('messages_%s', queue_id);
     option text;
@@ -52,11 +45,8 @@ comment on function pgqueue._create_partition(text, bigint, regclass) is
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
 
-create or replace function pgqueue._drop_partition_left(queue_id bigint)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._drop_partition_left(queue_id bigint) returns void
+language plpgsql volatile as $$
 begin
     -- The claims of the new queue take the messages over.
     update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
@@ -64,12 +54,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean) returns bigint
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
@@ -98,11 +84,8 @@ comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean)
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
 and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
-create or replace function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(s.name, s.value,
         format('unchanged: the table of the dedicated queue %L was made without it', after.name))
@@ -116,11 +99,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._with_new_registers(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
+language plpgsql volatile as $$
 begin
     q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
     q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
@@ -133,14 +113,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._change_kind(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._change_kind(q pgqueue.queues) returns pgqueue.queues
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.sweep_state;
 begin
@@ -167,11 +141,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._adopt_messages(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._adopt_messages(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 declare
     ids bigint[];
 begin

@@ -1,10 +1,8 @@
 -- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
-create or replace function pgqueue._leftovers()
-returns table (relation regclass, kind text, queue_name text)
-language sql stable
-as $$
+create or replace function pgqueue._leftovers() returns table (relation regclass, kind text, queue_name text)
+language sql stable as $$
     with named as (
         select n.name
         from pgqueue.queues q
@@ -36,11 +34,8 @@ comment on function pgqueue._leftovers() is
 'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
 relations of that queue are not listed.';
 
-create or replace function pgqueue._drop_leftovers()
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._drop_leftovers() returns void
+language plpgsql volatile as $$
 declare
     leftover record;
 begin
@@ -58,10 +53,8 @@ $$;
 comment on function pgqueue._drop_leftovers() is
 'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
-create or replace function pgqueue._findings_of_leftovers(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql stable
-as $$
+create or replace function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding
+language sql stable as $$
     with leftovers as materialized (
         select l.* from pgqueue._leftovers() l where q.name is null
     )

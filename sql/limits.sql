@@ -2,16 +2,11 @@
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
 
-create or replace function pgqueue._rate_register(q pgqueue.queues)
-returns regclass
-language sql stable
-as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
+create or replace function pgqueue._rate_register(q pgqueue.queues) returns regclass
+language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
     if q.rate_limit is not null and not exists (
@@ -23,11 +18,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
@@ -39,26 +31,18 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create or replace function pgqueue._on_queue_dropping_limits(q pgqueue.queues) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 begin
     execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 
-create or replace function pgqueue._rate_period_micros(q pgqueue.queues)
-returns bigint
-language sql immutable parallel safe
-as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
+create or replace function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
+language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
 
-create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
-returns bigint
-language sql volatile
-as $$
+create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
+language sql volatile as $$
     -- A time that is more than a period ahead was set before the clock was set back.
     select greatest(
         now_micros - pgqueue._rate_period_micros(q),
@@ -67,23 +51,15 @@ as $$
 $$;
 
 create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
-returns bigint
-language sql immutable parallel safe
+returns bigint language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
 
-create or replace function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
-returns bigint
+create or replace function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint) returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
 
-create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     first_id bigint;
     first_check_at timestamptz;
@@ -121,11 +97,8 @@ $$;
 
 create or replace function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
-)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns int
+language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
 begin
@@ -145,15 +118,9 @@ comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, 
 'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
 max_in_flight, and claims that other transactions may have extended count, too.';
 
-create or replace function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz) returns timestamptz
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set jit = off as $$
 begin
     if q.max_in_flight is null then
         return null;
@@ -166,22 +133,16 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
-returns timestamptz
-language sql volatile
-as $$
+create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz) returns timestamptz
+language sql volatile as $$
     select greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
             pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
         pgqueue._in_flight_full_until(q, at))
 $$;
 
-create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
     key constant bigint := hashtextextended(format('pgqueue.max_in_flight.%s', q.queue_id), 0);
 begin
@@ -198,11 +159,8 @@ comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
 'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
 of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
-create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
+language plpgsql volatile as $$
 declare
     now_micros bigint;
     used_until bigint;

@@ -1,34 +1,26 @@
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
-create or replace function pgqueue._lock_key(queue_name text)
-returns bigint
-language sql immutable strict parallel safe
-as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
+create or replace function pgqueue._lock_key(queue_name text) returns bigint
+language sql immutable strict parallel safe as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
-create or replace function pgqueue._lock_queue(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
+create or replace function pgqueue._lock_queue(queue_name text) returns boolean
+language sql volatile as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
 'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
 lock before it locks message rows, and locks message rows by id.';
 
-create or replace function pgqueue._has_fixed_snapshot()
-returns boolean
+create or replace function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 comment on function pgqueue._has_fixed_snapshot() is
 'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
 later.';
 
-create or replace function pgqueue._refuse_missing_queue(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._refuse_missing_queue(queue_name text) returns void
+language plpgsql volatile as $$
 begin
     -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
     -- unique index. If there is no such queue, the error raised below rolls the insert back.
@@ -43,11 +35,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._require_current_snapshot(object text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._require_current_snapshot(object text) returns void
+language plpgsql volatile as $$
 declare
     snapshot constant pg_snapshot := pg_current_snapshot();
 begin
@@ -75,11 +64,8 @@ comment on function pgqueue._require_current_snapshot(text) is
 'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
 snapshot and any transaction has committed since.';
 
-create or replace function pgqueue._require_untruncated(tables regclass[])
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._require_untruncated(tables regclass[]) returns void
+language plpgsql volatile as $$
 begin
     if not pgqueue._has_fixed_snapshot() then
         return;
@@ -101,21 +87,16 @@ comment on function pgqueue._require_untruncated(regclass[]) is
 'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
 every statement locks its tables first and takes its snapshot second.';
 
-create or replace function pgqueue._require_untruncated_messages()
-returns void
-language sql volatile
-as $$
+create or replace function pgqueue._require_untruncated_messages() returns void
+language sql volatile as $$
     select pgqueue._require_untruncated(array[
         'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
         'pgqueue.sweep_state'
     ]::regclass[])
 $$;
 
-create or replace function pgqueue._get_locked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._get_locked_queue(queue_name text) returns pgqueue.queues
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
 begin
@@ -139,11 +120,8 @@ comment on function pgqueue._get_locked_queue(text) is
 'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
 or than a compaction.';
 
-create or replace function pgqueue._get_unlocked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._get_unlocked_queue(queue_name text) returns pgqueue.queues
+language plpgsql stable as $$
 declare
     q pgqueue.queues;
 begin
@@ -155,11 +133,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
         and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
@@ -169,10 +144,8 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
-create or replace function pgqueue._dumping_processes()
-returns int[]
-language sql volatile
-as $$
+create or replace function pgqueue._dumping_processes() returns int[]
+language sql volatile as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
     select array(
         select l.pid from pg_catalog.pg_locks l
@@ -188,7 +161,5 @@ $$;
 comment on function pgqueue._dumping_processes() is
 'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
-create or replace function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$ select pgqueue._dumping_processes() <> '{}' $$;
+create or replace function pgqueue._is_dump_running() returns boolean
+language sql volatile as $$ select pgqueue._dumping_processes() <> '{}' $$;

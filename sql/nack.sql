@@ -1,11 +1,8 @@
 -- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
 -- stops releases its messages.
 
-create or replace function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_failure(id bigint, delay interval, headers jsonb) returns void
+language plpgsql stable as $$
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
@@ -19,10 +16,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
-returns jsonb
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
+language sql immutable parallel safe as $$
     -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
@@ -36,11 +31,8 @@ not an object.';
 
 create or replace function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
@@ -81,11 +73,8 @@ messages. If final_reason is not null, the message becomes a dead letter with th
 
 create or replace function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
-)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns boolean
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -119,15 +108,9 @@ create or replace function pgqueue.nack(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
@@ -147,15 +130,9 @@ create or replace function pgqueue.nack_claims(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -186,15 +163,9 @@ create or replace function pgqueue.reject(
     error text default null,
     headers jsonb default null,
     reason text default 'rejected'
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
@@ -216,15 +187,9 @@ create or replace function pgqueue.record_failure(
     delay interval default null,
     error text default null,
     headers jsonb default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -271,10 +236,7 @@ message is gone, claimed, or locked by another transaction, or if an attempt was
 transaction. Raises 22023, PQ001.';
 
 create or replace function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns int language plpgsql volatile as $$
 declare
     released int;
 begin
@@ -313,14 +275,8 @@ comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timest
 token or, if claim_token is null, the claim that the caller has locked.';
 
 create or replace function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -338,15 +294,9 @@ their claims were still valid. The messages are ready at once, and the attempt i
 
 create or replace function pgqueue.release_claims(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[]
-)
-returns setof pgqueue.settled_claim
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns setof pgqueue.settled_claim
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

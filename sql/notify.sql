@@ -1,18 +1,14 @@
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
-create or replace function pgqueue.channel(queue_name text)
-returns text
+create or replace function pgqueue.channel(queue_name text) returns text
 language sql immutable strict parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 
-create or replace function pgqueue._wake(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._wake(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
     -- would not notify in the meantime, and the consumer would sleep past their messages.
@@ -20,16 +16,12 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
-returns void
+create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
 language sql volatile
 as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
 
-create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     until constant bigint := pgqueue._register_value(q.waiting_until);
     longest constant bigint := pgqueue._to_micros(at + interval '24 h');
@@ -45,11 +37,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
     lock table only pgqueue.messages in row exclusive mode;

@@ -1,9 +1,7 @@
 -- Counts the messages that could be claimed, without changing or locking them.
 
-create or replace function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
-returns boolean
-language sql stable parallel safe
-as $$
+create or replace function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot) returns boolean
+language sql stable parallel safe as $$
     -- True for a transaction that began after the snapshot, and for one that was running at the snapshot. The snapshot
     -- does not list subtransactions and, on a standby, any transactions: for those pg_xact_status answers. Transaction
     -- ids are compared in 32 bits, as rows store them.
@@ -18,8 +16,7 @@ as $$
             is not distinct from 'in progress'
 $$;
 
-create or replace function pgqueue._is_locked(xmax xid)
-returns boolean
+create or replace function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
@@ -30,8 +27,7 @@ misjudged.';
 create or replace function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
-language sql stable
-as $$
+language sql stable as $$
     -- At most wanted ids, at even distances among the first rows. An id can have several rows.
     with requeued as (
         select distinct r.id
@@ -53,16 +49,10 @@ $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
 'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
-create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

@@ -2,10 +2,8 @@
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
 
-create or replace function pgqueue._level_position(headers jsonb, place bigint)
-returns bigint
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._level_position(headers jsonb, place bigint) returns bigint
+language sql immutable parallel safe as $$
     select
         ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
         | (place & 576460752303423487)
@@ -14,30 +12,22 @@ comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
 The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
-create or replace function pgqueue._level_position(m pgqueue.messages)
-returns bigint
+create or replace function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
 as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
 
-create or replace function pgqueue._level_start(level_position bigint)
-returns bigint
-language sql immutable parallel safe
-as $$ select (level_position >> 59) << 59 $$;
+create or replace function pgqueue._level_start(level_position bigint) returns bigint
+language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
 
 create or replace function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
-returns boolean
-language sql immutable parallel safe
-as $$
+returns boolean language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name)
         and pgqueue._level_position(m) >= from_position
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 
-create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if not q.priorities then
         return;
@@ -48,11 +38,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_dropping_priorities(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if q.priorities then
         for level in 0..9 loop
@@ -63,10 +50,7 @@ end;
 $$;
 
 create or replace function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if before.priorities <> after.priorities then
         perform pgqueue._on_queue_dropping_priorities(before);
@@ -75,18 +59,14 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._level_registers(q pgqueue.queues)
-returns regclass[]
-language sql stable
-as $$
+create or replace function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
+language sql stable as $$
     select array(
         select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
 $$;
 
-create or replace function pgqueue._level_floors(registers regclass[])
-returns bigint[]
-language sql volatile
-as $$
+create or replace function pgqueue._level_floors(registers regclass[]) returns bigint[]
+language sql volatile as $$
     -- A register that is ahead of all messages, for example after a restore, would hide new ones.
     select array(
         select greatest(
@@ -102,9 +82,7 @@ create or replace function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
     out ids bigint[], out positions bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
     -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
@@ -135,11 +113,8 @@ that is over returns the positions of visible messages that are not ready, too.'
 
 create or replace function pgqueue._walk_levels(
     q pgqueue.queues, at timestamptz, taken bigint[], wanted int, oldest_first boolean
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
     floors bigint[] := pgqueue._level_floors(registers);
@@ -171,11 +146,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
 begin
@@ -204,11 +176,8 @@ comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) i
 ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
 finds these.';
 
-create or replace function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[]) returns void
+language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
 begin
@@ -226,10 +195,8 @@ $$;
 
 create or replace function pgqueue._sweep_recent_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
-)
-returns bigint[]
-language sql volatile
-as $$
+) returns bigint[]
+language sql volatile as $$
     select l.ids
     from pgqueue._level_floors(pgqueue._level_registers(q)) as floors
     cross join lateral pgqueue._lock_levels(
@@ -241,10 +208,7 @@ comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], times
 transactions roll back or commit late.';
 
 create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     started_at constant timestamptz := pgqueue._now();
     started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
@@ -322,10 +286,7 @@ end;
 $$;
 
 create or replace function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     ids bigint[];
 begin
@@ -345,10 +306,7 @@ comment on function pgqueue._take_highest(pgqueue.queues, bigint[], bigint[], in
 find the others again.';
 
 create or replace function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);

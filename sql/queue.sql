@@ -1,10 +1,8 @@
 -- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
-create or replace function pgqueue._public_queue(q pgqueue.queues)
-returns pgqueue.queue
-language sql stable
-as $$
+create or replace function pgqueue._public_queue(q pgqueue.queues) returns pgqueue.queue
+language sql stable as $$
     select row(
         q.name, q.visibility_timeout, coalesce(nullif(q.max_attempts, 2147483647), 0), q.dlq_enabled,
         q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
@@ -15,20 +13,15 @@ as $$
 $$;
 
 create or replace function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
-returns boolean
-language sql immutable parallel safe
-as $$
+returns boolean language sql immutable parallel safe as $$
     -- The length in seconds is compared, too: '300000 years -108000000 days' compares as equal to 0, but added to a
     -- moment it leads out of the calendar.
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
 
-create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval) returns void
+language plpgsql stable as $$
 begin
     if not pgqueue._is_interval_between(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
@@ -37,10 +30,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._check_settings(q pgqueue.queues)
-returns void
-language sql stable
-as $$
+create or replace function pgqueue._check_settings(q pgqueue.queues) returns void
+language sql stable as $$
     select pgqueue._raise_invalid(s.name, s.given, s.expected)
     from (values
         ('visibility_timeout', q.visibility_timeout::text, pgqueue._is_interval_between(q.visibility_timeout, '1 s', '43200 s'),
@@ -81,11 +72,8 @@ as $$
     where s.is_valid is not true
 $$;
 
-create or replace function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean) returns pgqueue.queues
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     is_left boolean := false;
@@ -159,13 +147,9 @@ create or replace function pgqueue.create_queue(
     priorities boolean default false,
     counters boolean default true,
     dead_letter_to pgqueue.queue_of_admin default null
-)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
     model pgqueue.queues;
@@ -291,13 +275,9 @@ create or replace function pgqueue.alter_queue(
     counters boolean default null,
     dead_letter_to pgqueue.queue_of_admin default null,
     priorities boolean default null
-)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     before pgqueue.queues;
@@ -378,12 +358,8 @@ dead letters that the queue has; the name of the queue itself ends it, and the d
 and PQ004 if a longer transaction has altered the queue or uses it while messages would be moved, or if archiving would
 begin or end for the relation of a transport while a longer transaction uses that relation.';
 
-create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
-returns pgqueue.queue
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access) returns pgqueue.queue
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
@@ -391,12 +367,8 @@ $$;
 comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
 'Returns a queue with its settings. Raises PQ001.';
 
-create or replace function pgqueue.list_queues(caller pgqueue.caller default current_user)
-returns setof pgqueue.queue
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.list_queues(caller pgqueue.caller default current_user) returns setof pgqueue.queue
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     return query
     select l.*
@@ -408,12 +380,8 @@ $$;
 comment on function pgqueue.list_queues(pgqueue.caller) is
 'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
-create or replace function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
     -- The row is locked even if nothing changes: if it was changed after a fixed snapshot, this statement fails.
@@ -428,12 +396,8 @@ comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
-create or replace function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     resumed boolean;

@@ -1,15 +1,9 @@
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create or replace function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
-returns setof pgqueue.message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns setof pgqueue.message language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, null, true);
     at timestamptz;

@@ -2,32 +2,24 @@
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
 
-create or replace function pgqueue._to_micros(moment timestamptz)
-returns bigint
-language sql stable parallel safe
-as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
+create or replace function pgqueue._to_micros(moment timestamptz) returns bigint
+language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._to_micros(timestamptz) is
 'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
 Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
-create or replace function pgqueue._from_micros(micros bigint)
-returns timestamptz
+create or replace function pgqueue._from_micros(micros bigint) returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 
-create or replace function pgqueue._clamp_due_at(due_at timestamptz)
-returns timestamptz
-language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
+create or replace function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
+language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
-create or replace function pgqueue._take_number(queue_name text)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._take_number(queue_name text) returns bigint
+language plpgsql volatile as $$
 declare
     number bigint;
     leftover regclass;
@@ -65,11 +57,8 @@ comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
-create or replace function pgqueue._create_register(queue_id bigint, role text)
-returns regclass
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._create_register(queue_id bigint, role text) returns regclass
+language plpgsql volatile as $$
 begin
     execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
@@ -77,37 +66,28 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._register_value(register regclass)
-returns bigint
-language sql volatile
-as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
+create or replace function pgqueue._register_value(register regclass) returns bigint
+language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 
-create or replace function pgqueue._sequence_name(role text, queue_name text)
-returns text
+create or replace function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
 comment on function pgqueue._sequence_name(text, text) is
 'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
 name, as the name of a queue can be longer than an identifier. Inlined.';
 
-create or replace function pgqueue._counter(role text, queue_name text)
-returns regclass
-language sql stable parallel safe
-as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
+create or replace function pgqueue._counter(role text, queue_name text) returns regclass
+language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
 
-create or replace function pgqueue._counter_roles()
-returns text[]
+create or replace function pgqueue._counter_roles() returns text[]
 language sql immutable parallel safe
 as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
 comment on function pgqueue._counter_roles() is
 'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
 one message.';
 
-create or replace function pgqueue._count_many(ones regclass, tens regclass, messages int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._count_many(ones regclass, tens regclass, messages int) returns int
+language plpgsql volatile as $$
 begin
     -- A loop over one expression. A statement with generate_series would take twice as long.
     for i in 1..messages / 10 + messages % 10 loop
@@ -117,10 +97,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._count(role text, queue_name text, messages int)
-returns int
-language sql volatile
-as $$
+create or replace function pgqueue._count(role text, queue_name text, messages int) returns int
+language sql volatile as $$
     select case
         when messages > 1 then pgqueue._count_many(
             case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
@@ -135,10 +113,8 @@ comment on function pgqueue._count(text, text, int) is
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
 
-create or replace function pgqueue._total_query(role text, queue_name text)
-returns text
-language sql stable
-as $$
+create or replace function pgqueue._total_query(role text, queue_name text) returns text
+language sql stable as $$
     select coalesce(
         '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
         || case when role || '_tens' = any (pgqueue._counter_roles()) then
@@ -148,19 +124,13 @@ as $$
         'null')
 $$;
 
-create or replace function pgqueue._missing_counters(queue_name text)
-returns text[]
-language sql stable
-as $$
+create or replace function pgqueue._missing_counters(queue_name text) returns text[]
+language sql stable as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
 
-create or replace function pgqueue._create_counters(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create or replace function pgqueue._create_counters(queue_name text) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     role text;
 begin
@@ -173,12 +143,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._drop_counters(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
+create or replace function pgqueue._drop_counters(queue_name text) returns void
+language plpgsql volatile set client_min_messages = warning as $$
 declare
     role text;
 begin
@@ -188,11 +154,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._revoke_default_privileges(relation regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._revoke_default_privileges(relation regclass) returns void
+language plpgsql volatile as $$
 declare
     role_name name;
 begin

@@ -3,13 +3,8 @@
 -- get_result looks for the message.
 
 -- A result that is not finished has failed if its message is gone.
-create or replace function pgqueue._as_result(r pgqueue.results)
-returns pgqueue.result
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-as $$
+create or replace function pgqueue._as_result(r pgqueue.results) returns pgqueue.result
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
     dead pgqueue.dead_messages;
     is_gone constant boolean := r.finished_at is null
@@ -29,12 +24,8 @@ $$;
 create or replace function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
     expires_in interval default '14 days'
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -63,12 +54,8 @@ Raises 22023, 23505 (the message or message_id has a result), PQ001, PQ003.';
 create or replace function pgqueue.update_result(
     queue_name pgqueue.queue_of_consumer, id bigint, status text, value jsonb default null, error jsonb default null,
     worker text default null
-)
-returns setof pgqueue.result
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
+) returns setof pgqueue.result
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -114,12 +101,8 @@ transaction of ack, nack or reject: if one of these returns false, roll back. er
 last 20, as workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
 
 create or replace function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
-returns setof pgqueue.result
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-as $$
+returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set jit = off as $$
 begin
     return query
     select (pgqueue._as_result(r)).* from pgqueue.results r
@@ -134,10 +117,8 @@ or removed if the message was purged, cancelled, acknowledged without an outcome
 sent again by redrive, the status is ready or running again.';
 
 -- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
-create or replace function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
-returns bigint
-language sql volatile
-as $$
+create or replace function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int) returns bigint
+language sql volatile as $$
     with gone as (
         delete from pgqueue.results r
         where (r.queue_name, r.id) in (
@@ -157,11 +138,7 @@ as $$
 $$;
 
 create or replace function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -176,15 +153,11 @@ comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
 until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
 
-create or replace function pgqueue._on_housekeeping_due_results(at timestamptz)
-returns void
-language sql volatile
-as $$
+create or replace function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
+language sql volatile as $$
     select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
     where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
 
-create or replace function pgqueue._on_queue_dropping_results(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
+create or replace function pgqueue._on_queue_dropping_results(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.results r where r.queue_name = q.name $$;

@@ -1,12 +1,8 @@
 -- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
 -- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
 
-create or replace function pgqueue._match_subscription()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._match_subscription() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     found_name text;
     q pgqueue.queues;
@@ -44,20 +40,14 @@ before update of queue_address on pgqueue.subscriptions
 for each row when (new.queue_address is distinct from old.queue_address)
 execute function pgqueue._match_subscription();
 
-create or replace function pgqueue._subscriptions_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+create or replace function pgqueue._subscriptions_comment() returns text
+language sql immutable parallel safe as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 
 create or replace function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
     caller pgqueue.caller default current_user
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     relation text;
 begin
@@ -94,12 +84,8 @@ all privileges on the relation, with grant option. Raises 22023, 42501, and 42P0
 create or replace function pgqueue.unexpose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
     caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     relation regclass;
 begin
@@ -125,11 +111,8 @@ comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) i
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 
-create or replace function pgqueue._findings_of_routing(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._findings_of_routing(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql stable as $$
 declare
     address text;
 begin

@@ -2,11 +2,8 @@
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
-create or replace function pgqueue._raise_schedule_not_found(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_schedule_not_found(name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ011',
@@ -15,11 +12,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_schedule_exists(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_schedule_exists(name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ012',
@@ -28,20 +22,15 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
-returns jsonb
-language sql stable
-as $$
+create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
+language sql stable as $$
     select coalesce(s.headers, '{}') || jsonb_build_object(
         'pgqueue.schedule', s.name,
         'pgqueue.scheduled_for', to_char(tick at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
 $$;
 
-create or replace function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz) returns void
+language plpgsql volatile as $$
 begin
     s.next_id := null;
     insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
@@ -58,11 +47,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz) returns timestamptz
+language plpgsql volatile as $$
 declare
     tick constant timestamptz := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
 begin
@@ -72,14 +58,9 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._add_next_tick_message()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._add_next_tick_message() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     s pgqueue.schedules;
@@ -125,14 +106,8 @@ drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
 for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
-create or replace function pgqueue._lock_schedule(name text, caller name)
-returns pgqueue.schedules
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._lock_schedule(name text, caller name) returns pgqueue.schedules
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     next_id bigint;
@@ -158,11 +133,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._check_schedule(s pgqueue.schedules)
-returns pgqueue.schedules
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_schedule(s pgqueue.schedules) returns pgqueue.schedules
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     at constant timestamptz := pgqueue._now();
@@ -200,12 +172,8 @@ create or replace function pgqueue.create_schedule(
     priority int default null,
     group_key text default null,
     if_not_exists boolean default false
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -260,14 +228,9 @@ create or replace function pgqueue.alter_schedule(
     priority int default null,
     group_key text default null,
     caller pgqueue.caller default current_user
-)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
 begin
@@ -302,14 +265,9 @@ tick; null if the schedule is paused. While it is paused, it has no ticks. Messa
 but the message of a tick that no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick.
 Raises 22023, PQ003, PQ011.';
 
-create or replace function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -328,12 +286,8 @@ claiming a tick.';
 
 create or replace function pgqueue.list_schedules(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.schedule
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.schedule
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -350,12 +304,8 @@ comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_re
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
-create or replace function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     s pgqueue.schedules;
 begin
@@ -370,28 +320,16 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 
-create or replace function pgqueue._on_queue_dropping_schedules(q pgqueue.queues)
-returns void
-language sql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._on_queue_dropping_schedules(q pgqueue.queues) returns void
+language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
     with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
     delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
 $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'The messages of their next ticks would become dead letters.';
 
-create or replace function pgqueue._findings_of_schedules(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     problem text;
@@ -418,14 +356,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz) returns void
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
     q pgqueue.queues;

@@ -3,11 +3,8 @@
 
 create or replace function pgqueue._raise_staged_messages_lost(
     run uuid, partition int, expected bigint, remaining bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ010',
@@ -19,10 +16,7 @@ end;
 $$;
 
 create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql stable as $$
 begin
     raise exception using
         errcode = code,
@@ -34,12 +28,8 @@ $$;
 
 create or replace function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
-)
-returns uuid
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns uuid
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
@@ -66,11 +56,8 @@ messages per row, each row with the number of its first message, counted from 1.
 messages that enqueue would refuse; sink_commit refuses those over a limit of the queue that was lowered since. No
 session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
-create or replace function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts) returns void
+language plpgsql volatile as $$
 declare
     q pgqueue.queues;
     m record;
@@ -97,12 +84,8 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 
-create or replace function pgqueue._measure_messages()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._measure_messages() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     are_sound boolean;
 begin
@@ -154,10 +137,8 @@ before insert on pgqueue.staged_messages for each row execute function pgqueue._
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
 -- current_user is the owner.
-create or replace function pgqueue._lock_own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql volatile
-as $$
+create or replace function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
+language sql volatile as $$
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
@@ -166,15 +147,8 @@ $$;
 
 -- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
 create or replace function pgqueue._send_staged(q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+returns bigint[] language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     keys text[];
     ids bigint[];
@@ -263,11 +237,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._discard_staged(run uuid)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._discard_staged(run uuid) returns bigint
+language plpgsql volatile as $$
 declare
     tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
     discarded bigint;
@@ -279,13 +250,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._check_sink(
-    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_sink(run uuid, tokens uuid[], counts bigint[], app_id text, version bigint)
+returns void language plpgsql stable as $$
 begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
@@ -315,12 +281,8 @@ create or replace function pgqueue.sink_commit(
     app_id text default null,
     version bigint default null,
     caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
     ledger constant text := coalesce(app_id, run::text);
@@ -407,12 +369,8 @@ answered. Raises PQ010 if staged messages are missing, for example after a crash
 dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
 by another role, or is not higher than those that sweep_staged has forgotten.';
 
-create or replace function pgqueue.sink_abort(run uuid)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.sink_abort(run uuid) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
@@ -427,12 +385,8 @@ were. Raises 22023.';
 create or replace function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days',
     caller pgqueue.caller default current_user
-)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     tokens uuid[];
@@ -488,11 +442,8 @@ older than forget_after (0 to 10 years, default 90 days) from the ledger, but ne
 lower version that was forgotten is refused from then on, and not sent twice. Raises 22023, and 42501 without admin
 access to all queues.';
 
-create or replace function pgqueue._findings_of_sink(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._findings_of_sink(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin

@@ -1,10 +1,8 @@
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
-create or replace function pgqueue._has_uncommitted_delays()
-returns boolean
-language sql volatile
-as $$
+create or replace function pgqueue._has_uncommitted_delays() returns boolean
+language sql volatile as $$
     select exists (
         select from pg_catalog.pg_locks l
         where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
@@ -16,9 +14,7 @@ $$;
 create or replace function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     due refcursor;
     places tid[];
@@ -63,11 +59,8 @@ comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, ti
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
 
-create or replace function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
-returns setof pgqueue.messages
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._delete_messages(q pgqueue.queues, ids bigint[]) returns setof pgqueue.messages
+language plpgsql volatile as $$
 begin
     if q.kind is not null then
         return query
@@ -88,9 +81,7 @@ $$;
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     spent refcursor;
     slice_ids bigint[];
@@ -154,10 +145,7 @@ comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], tim
 gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
 create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
-returns bigint[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql stable as $$
 declare
     -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
     fresh_from_id constant bigint := case
@@ -229,10 +217,7 @@ comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bi
 expired. The next sweep that passes them removes them.';
 
 create or replace function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns int language plpgsql volatile as $$
 declare
     ids bigint[] := '{0}'::bigint[];
     removed int := 0;

@@ -3,9 +3,7 @@
 -- depth is counted beyond 300 messages.
 
 create or replace function pgqueue._sample_ranges(ids int8multirange)
-returns table (from_id bigint, below_id bigint, stands_for bigint)
-language sql immutable
-as $$
+returns table (from_id bigint, below_id bigint, stands_for bigint) language sql immutable as $$
     -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
     -- messages are neither always hit nor always missed.
     with id_ranges as (
@@ -29,10 +27,8 @@ $$;
 
 create or replace function pgqueue._sample_weight(
     n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
-)
-returns numeric
-language sql immutable
-as $$
+) returns numeric
+language sql immutable as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
 comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
@@ -40,13 +36,10 @@ comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigin
 read completely, else up to last_id.';
 
 create or replace function pgqueue._message_stats(
-    q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
-    out estimated boolean
+    q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
+    out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     max_counted int;
     fresh_from_id bigint;
@@ -137,13 +130,10 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 Messages that came back to ids that sweeps skip are not counted.';
 
 create or replace function pgqueue._requeued_stats(
-    q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
-    out estimated boolean
+    q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
+    out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     r record;
 begin
@@ -180,10 +170,8 @@ comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
 
 create or replace function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
-)
-returns table (id bigint)
-language sql stable
-as $$
+) returns table (id bigint)
+language sql stable as $$
     -- Inlined. One of the two is not executed.
     (
         select d.id from pgqueue.dead_messages d
@@ -201,9 +189,7 @@ $$;
 create or replace function pgqueue._count_others(
     queue_name text, are_dead boolean, out messages bigint, out estimated boolean
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 declare
     first_id constant bigint := pgqueue._first_id_of(queue_name);
     max_counted int;
@@ -232,11 +218,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
-returns pgqueue.queue_stats
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
+language plpgsql stable as $$
 declare
     counted record;
     scheduled record;
@@ -294,11 +277,8 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
-create or replace function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz)
-returns pgqueue.queue_stats
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
+language plpgsql volatile as $$
 declare
     pages_before constant bigint := pgqueue._pages_read(q);
     s constant pgqueue.queue_stats := pgqueue._stats(q, at);
@@ -313,12 +293,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._add_totals(s pgqueue.queue_stats)
-returns pgqueue.queue_stats
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
+create or replace function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
+language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
     execute format(
@@ -334,16 +310,10 @@ comment on function pgqueue._add_totals(pgqueue.queue_stats) is
 
 create or replace function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.queue_stats
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+) returns setof pgqueue.queue_stats
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;

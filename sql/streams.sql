@@ -1,11 +1,8 @@
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
 
-create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ005',
@@ -15,11 +12,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ006',
@@ -30,11 +24,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'PQ007',
@@ -51,19 +42,14 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._next_epoch(epoch bigint)
-returns bigint
-language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
+create or replace function pgqueue._next_epoch(epoch bigint) returns bigint
+language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
 'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
 restored database, and an old reader could pass for the new one.';
 
-create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
+language plpgsql stable as $$
 begin
     if epoch is null then
         perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
@@ -74,11 +60,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._lock_stream(queue_name text, stream_name text)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._lock_stream(queue_name text, stream_name text) returns pgqueue.streams
+language plpgsql volatile as $$
 declare
     s pgqueue.streams;
 begin
@@ -93,10 +76,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._public_stream(s pgqueue.streams)
-returns pgqueue.stream
-language sql stable
-as $$
+create or replace function pgqueue._public_stream(s pgqueue.streams) returns pgqueue.stream
+language sql stable as $$
     select row(
         s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
         s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
@@ -106,12 +87,8 @@ $$;
 
 create or replace function pgqueue.stream_open(
     queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
-)
-returns pgqueue.stream
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns pgqueue.stream
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
@@ -150,12 +127,8 @@ or null, the default, for what the queue does at that time. Raises 22023, PQ001.
 
 create or replace function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.stream
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.stream
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -171,12 +144,8 @@ $$;
 comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
-create or replace function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
@@ -194,11 +163,8 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
 
-create or replace function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
@@ -216,15 +182,11 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
+create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
-create or replace function pgqueue._findings_of_streams(q pgqueue.queues)
-returns setof pgqueue.finding
-language sql volatile
-as $$
+create or replace function pgqueue._findings_of_streams(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',

@@ -3,10 +3,7 @@
 -- slow down claims.
 
 create or replace function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns bigint[] language plpgsql volatile as $$
 declare
     moved_ids bigint[] := '{}'::bigint[];
     moved int;
@@ -86,11 +83,8 @@ first_due_at so that a message whose transaction commits later is found, too.';
 
 create or replace function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 begin
     -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
     -- sort.
@@ -109,11 +103,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz) returns bigint[]
+language plpgsql volatile as $$
 declare
     ready_ids constant bigint[] := pgqueue._lock_ready(q, ids, '{}', at, cardinality(ids));
 begin
@@ -127,11 +118,8 @@ $$;
 
 create or replace function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
@@ -167,11 +155,8 @@ $$;
 
 create or replace function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     visible_ids constant bigint[] := array(
         select i
@@ -194,11 +179,8 @@ comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz,
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
 late. Returns up to wanted ids of ready messages, locked.';
 
-create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
+language plpgsql volatile as $$
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
@@ -208,10 +190,7 @@ end;
 $$;
 
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns void language plpgsql volatile as $$
 begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
@@ -226,10 +205,7 @@ comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_st
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
 create or replace function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
-returns pgqueue.sweep_state
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns pgqueue.sweep_state language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     next_id constant bigint := pgqueue._register_value(q.sweep_resume_id);
@@ -270,11 +246,8 @@ $$;
 
 create or replace function pgqueue._end_sweep(
     q pgqueue.queues, at timestamptz, has_enough boolean, spent_ids bigint[], resume_id bigint
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns void
+language plpgsql volatile as $$
 declare
     has_more boolean := false;
 begin
@@ -291,11 +264,8 @@ $$;
 
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns bigint[]
+language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     head_id bigint;

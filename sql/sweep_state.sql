@@ -1,10 +1,8 @@
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
-create or replace function pgqueue._running_writers()
-returns text[]
-language sql volatile
-as $$
+create or replace function pgqueue._running_writers() returns text[]
+language sql volatile as $$
     select array(
         select distinct l.virtualtransaction
         from pg_catalog.pg_locks l
@@ -24,8 +22,7 @@ comment on function pgqueue._running_writers() is
 'The running transactions that have written to messages, through the parent or directly to a partition, to
 scheduled_messages or to requeued_messages, including prepared transactions.';
 
-create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
-returns bigint
+create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state) returns bigint
 language sql immutable parallel safe
 -- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
 as $$
@@ -38,8 +35,7 @@ comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
 
 create or replace function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
-language sql stable
-as $$
+language sql stable as $$
     select r
     from unnest(
         int8multirange(int8range(from_id, greatest(from_id, below_id)))
@@ -47,18 +43,13 @@ as $$
     ) as r
 $$;
 
-create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
-returns timestamptz
-language sql immutable parallel safe
-as $$ select case when recorded <= at then recorded else '-infinity' end $$;
+create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
+language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
 comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
-create or replace function pgqueue._sweep_state_of(queue_name text, at timestamptz)
-returns pgqueue.sweep_state
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
+language plpgsql stable as $$
 declare
     s pgqueue.sweep_state;
 begin
@@ -71,25 +62,17 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._first_id_of(queue_name text)
-returns bigint
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
+create or replace function pgqueue._first_id_of(queue_name text) returns bigint
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
 
-create or replace function pgqueue._first_due_at_of(queue_name text, at timestamptz)
-returns timestamptz
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
+create or replace function pgqueue._first_due_at_of(queue_name text, at timestamptz) returns timestamptz
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
 
-create or replace function pgqueue._first_check_at_of(queue_name text, at timestamptz)
-returns timestamptz
-language sql stable
-as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
+create or replace function pgqueue._first_check_at_of(queue_name text, at timestamptz) returns timestamptz
+language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
 
-create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
-returns boolean
-language sql stable parallel safe
-as $$
+create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
+language sql stable parallel safe as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
@@ -97,8 +80,7 @@ comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestampt
 'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
 in another hour than the present one.';
 
-create or replace function pgqueue._next_span(span bigint)
-returns bigint
+create or replace function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
 -- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
@@ -110,9 +92,7 @@ create or replace function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         select
@@ -140,11 +120,8 @@ comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, times
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none.';
 
-create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
+language plpgsql stable as $$
 begin
     if q.kind is not null then
         return (
@@ -156,12 +133,10 @@ end;
 $$;
 
 create or replace function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, wanted int, out n int,
+    out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
     -- not the message, the message is gone, or has come back with a new row.
@@ -179,11 +154,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz) returns void
+language plpgsql volatile as $$
 begin
     -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
     if gone is null or pgqueue._has_fixed_snapshot() then
@@ -203,10 +175,7 @@ end;
 $$;
 
 create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
-returns pgqueue.sweep_state
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns pgqueue.sweep_state language plpgsql volatile as $$
 declare
     -- A due time can lie 100 ms back (_clamp_due_at), and the clock can be set back by less than the rest unnoticed.
     settled_at constant timestamptz := s.settled_at - interval '1 s';
@@ -277,10 +246,7 @@ end;
 $$;
 
 create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+returns boolean language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     bound bigint;
@@ -376,10 +342,8 @@ comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigi
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
-create or replace function pgqueue._pages_read(q pgqueue.queues)
-returns bigint
-language sql volatile
-as $$
+create or replace function pgqueue._pages_read(q pgqueue.queues) returns bigint
+language sql volatile as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched(case
@@ -390,17 +354,14 @@ comment on function pgqueue._pages_read(pgqueue.queues) is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
 pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
 
-create or replace function pgqueue._are_many_pages(pages bigint, living bigint)
-returns boolean
+create or replace function pgqueue._are_many_pages(pages bigint, living bigint) returns boolean
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
 
 create or replace function pgqueue._record_if_old(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin

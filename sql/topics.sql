@@ -1,11 +1,8 @@
 -- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
 -- the caller's transaction. The consumers of one queue share its copy.
 
-create or replace function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean) returns void
+language plpgsql stable as $$
 begin
     -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
     if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
@@ -19,11 +16,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._subscribers(topics text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._subscribers(topics text[]) returns text[]
+language plpgsql stable as $$
 declare
     topic text;
     word text;
@@ -68,12 +62,8 @@ $$;
 comment on function pgqueue._subscribers(text[]) is
 'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
-create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
@@ -94,11 +84,7 @@ transport find the subscription if the queue has a relation of expose_transport 
 22023, PQ001.';
 
 create or replace function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     perform pgqueue._get_locked_queue(queue_name);
@@ -113,12 +99,8 @@ that were published before stay in the queue. Raises 22023, PQ001.';
 
 create or replace function pgqueue.list_subscriptions(
     queue_name pgqueue.queue_of_consumer_or_admin default null, caller pgqueue.caller default current_user
-)
-returns setof pgqueue.subscription
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+) returns setof pgqueue.subscription
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
@@ -150,15 +132,9 @@ create or replace function pgqueue.publish(
     group_key text default null,
     priority int default null,
     caller pgqueue.caller default current_user
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
+) returns int
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     names text[] collate "C";
@@ -238,7 +214,5 @@ pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
 
-create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;

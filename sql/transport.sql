@@ -2,11 +2,8 @@
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
 
-create or replace function pgqueue._raise_exposed(queue_name text, relation regclass)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_exposed(queue_name text, relation regclass) returns void
+language plpgsql stable as $$
 begin
     raise exception using
         errcode = 'duplicate_object',
@@ -15,12 +12,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
+create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues) returns void
+language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
@@ -42,16 +35,11 @@ exception when lock_not_available then
 end;
 $$;
 
-create or replace function pgqueue._transport_table(q pgqueue.queues)
-returns text
-language sql immutable parallel safe
-as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+create or replace function pgqueue._transport_table(q pgqueue.queues) returns text
+language sql immutable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 
-create or replace function pgqueue._transport_of(q pgqueue.queues)
-returns regclass
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._transport_of(q pgqueue.queues) returns regclass
+language plpgsql volatile as $$
 declare
     relation regclass;
 begin
@@ -67,15 +55,9 @@ exception when undefined_table then
 end;
 $$;
 
-create or replace function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create or replace function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
@@ -150,10 +132,8 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
-returns text
-language sql stable
-as $$
+create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean) returns text
+language sql stable as $$
     select format(
         'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
         ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
@@ -181,11 +161,8 @@ transport deletes itself.';
 
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
-)
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+) returns text
+language plpgsql volatile as $$
 declare
     relation constant text := format('%I.%I', schema_name, table_name);
     register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
@@ -255,20 +232,15 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._transport_address(relation regclass)
-returns text
-language sql stable
-as $$
+create or replace function pgqueue._transport_address(relation regclass) returns text
+language sql stable as $$
     select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
 
-create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
+language plpgsql stable as $$
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
@@ -291,13 +263,9 @@ create or replace function pgqueue.expose_transport(
     body_string boolean default false,
     flavor text default 'postgresql',
     caller pgqueue.caller default current_user
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+) returns text
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
     exposed regclass;
@@ -342,11 +310,8 @@ expose it while it has few. The caller needs the CREATE privilege on the schema,
 relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023,
 PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
-create or replace function pgqueue._unexpose(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._unexpose(q pgqueue.queues) returns boolean
+language plpgsql volatile as $$
 declare
     relation constant regclass := pgqueue._transport_of(q);
 begin
@@ -370,13 +335,9 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-set jit = off
-as $$
+create or replace function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
+set jit = off as $$
 declare
     q pgqueue.queues;
 begin
@@ -393,11 +354,8 @@ comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
-create or replace function pgqueue._on_queue_created_transport(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_created_transport(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     seq_register constant text := format('pgqueue.queue_%s_seq', q.queue_id);
 begin
@@ -423,11 +381,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 begin
     if not after.dedicated then
         return;
@@ -444,16 +399,11 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
-returns void
-language sql volatile
-as $$ select pgqueue._unexpose(q) $$;
+create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues) returns void
+language sql volatile as $$ select pgqueue._unexpose(q) $$;
 
-create or replace function pgqueue._findings_of_transport(q pgqueue.queues)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._findings_of_transport(q pgqueue.queues) returns setof pgqueue.finding
+language plpgsql volatile as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     table_name constant text := pgqueue._transport_table(q);

@@ -1,12 +1,8 @@
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
-create or replace function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
-returns void
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
@@ -15,15 +11,9 @@ comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
-create or replace function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access)
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+create or replace function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
@@ -96,11 +86,7 @@ message is settled before. Only the first 1,000 messages by id are checked for t
 40001.';
 
 create or replace function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
-returns timestamptz
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+returns timestamptz language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;

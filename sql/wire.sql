@@ -1,11 +1,8 @@
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
-create or replace function pgqueue._raise_null_column(schema_name name, table_name name, column_name name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
+create or replace function pgqueue._raise_null_column(schema_name name, table_name name, column_name name) returns void
+language plpgsql stable as $$
 begin
     -- The message and the fields are those of a table with a not-null constraint.
     raise exception using
@@ -16,10 +13,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid)
-returns text
-language sql immutable parallel safe
-as $$
+create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
+language sql immutable parallel safe as $$
     select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
     from jsonb_each_text(
         case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
@@ -30,19 +25,13 @@ comment on function pgqueue._wire_headers(jsonb, uuid) is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
 from message_id if the headers lack it.';
 
-create or replace function pgqueue._transport_id(id bigint)
-returns uuid
-language sql immutable parallel safe
-as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+create or replace function pgqueue._transport_id(id bigint) returns uuid
+language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
 comment on function pgqueue._transport_id(bigint) is
 'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
-create or replace function pgqueue._insert_by_transport()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._insert_by_transport() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
@@ -110,12 +99,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._assign_transport_place()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._assign_transport_place() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     new.transport_seq := nextval(tg_argv[0]::regclass);
     new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
@@ -124,12 +109,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._archive_deleted_by_transport()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
+create or replace function pgqueue._archive_deleted_by_transport() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
     is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);

@@ -13,7 +13,7 @@ from pathlib import Path
 SQL = Path(__file__).resolve().parents[1] / "sql"
 
 FUNCTION = re.compile(
-    r"^create or replace (?:function|procedure) pgqueue\.(?P<name>\w+)\(.*?^as \$\$(?P<body>.*?)\$\$;$",
+    r"^create or replace (?:function|procedure) pgqueue\.(?P<name>\w+)\(.*?\bas \$\$(?P<body>.*?)\$\$;$",
     re.MULTILINE | re.DOTALL,
 )
 BLOCK = re.compile(r"^do \$\$(.*?)\$\$;$", re.MULTILINE | re.DOTALL)

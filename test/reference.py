@@ -12,7 +12,7 @@ from textwrap import fill
 from sections import ROOT, update_section
 
 FUNCTION = re.compile(
-    r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\nreturns (?P<returns>[^\n]+)",
+    r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\s+returns (?P<returns>[^\n]+?)\s+language ",
     re.MULTILINE | re.DOTALL,
 )
 COMMENT = re.compile(

@@ -1,5 +1,5 @@
 begin;
-select plan(44);
+select plan(43);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -16,10 +16,11 @@ where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 
 select is_empty($$ select signature from functions where is_public and obj_description(oid, 'pg_proc') is null $$, 'every public function has a comment');
 select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment on a function ends with a period');
 select is_empty($$ select signature from functions where proacl is null or exists (select from aclexplode(proacl) a where a.grantee = 0) $$, 'PUBLIC may execute no function');
-select is_empty($$ select signature from functions where lanname = 'plpgsql' and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
-    'every PL/pgSQL function pins its search_path');
-select is_empty($$ select signature from functions where prosecdef and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
-    'every security definer function pins its search_path');
+select is_empty(
+    $$ select f.signature from functions f join pg_proc p using (oid)
+    where (f.prosecdef or f.lanname = 'plpgsql' and (p.prorettype = 'trigger'::regtype or f.proname in (select split_part(a.object, '.', 2) from pgqueue._access_privileges() a)))
+        <> (coalesce(f.proconfig, '{}') @> array['search_path=pg_catalog, pg_temp']) $$,
+    'the functions that a caller or a trigger enters pin their search_path, and those that they call have it from them');
 select is_empty($$ select signature from functions where is_public and not prosecdef and proname <> 'channel' $$, 'every verb is security definer');
 select is_empty($$ select signature from functions f join pg_proc p using (oid) where not f.is_public and f.prosecdef and p.prorettype <> 'trigger'::regtype $$, 'no private function is security definer, except trigger functions, which cannot be called directly');
 select is_empty($$ select signature from functions where proisstrict and provolatile <> 'i' $$, 'every strict function is immutable');
