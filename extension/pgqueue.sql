@@ -1290,11 +1290,28 @@ comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
+create function pgqueue._drop_registers(queue_id bigint, kept text[]) returns void
+language plpgsql volatile as $$
+declare
+    register regclass;
+begin
+    for register in
+        select c.oid from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace
+            -- Range conditions on the name, which a catalog index supports.
+            and c.relname >= format('queue_%s_', queue_id)::name and c.relname < format('queue_%s_~', queue_id)::name
+            and c.relname <> all (select format('queue_%s_%s', queue_id, k) from unnest(kept) as k)
+    loop
+        -- Another role can have a view of a register, which must not keep the queue.
+        execute format('drop sequence %s cascade', register);
+    end loop;
+end;
+$$;
+
 create function pgqueue._take_number(queue_name text) returns bigint
 language plpgsql volatile as $$
 declare
     number bigint;
-    leftover regclass;
 begin
     -- Keeps _drop_leftovers away.
     lock table only pgqueue.queues in row exclusive mode;
@@ -1313,15 +1330,7 @@ begin
             exit when to_regclass(format('pgqueue.messages_%s', number)) is null;
         end loop;
     end if;
-    for leftover in
-        select c.oid from pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace
-            -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
-            and c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
-            and c.relname <> format('queue_%s_seq', number)
-    loop
-        execute format('drop sequence %s cascade', leftover);
-    end loop;
+    perform pgqueue._drop_registers(number, '{seq}');
     return number;
 end;
 $$;
@@ -1330,11 +1339,14 @@ comment on function pgqueue._take_number(text) is
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create function pgqueue._create_register(queue_id bigint, role text) returns regclass
-language plpgsql volatile as $$
+language plpgsql volatile set client_min_messages = warning as $$
+declare
+    name constant text := format('pgqueue.queue_%s_%s', queue_id, role);
 begin
-    execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
-    return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
+    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
+    execute format('create sequence if not exists %s', name);
+    perform pgqueue._revoke_default_privileges(name::regclass);
+    return name::regclass;
 end;
 $$;
 
@@ -1879,6 +1891,11 @@ begin
     q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
     perform setval(r, 1)
     from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
+    if q.priorities then
+        perform pgqueue._create_register(q.queue_id, format('level_%s', n)) from generate_series(0, 9) as n;
+        -- Functions that read the messages by id skip the vacant ids only below this register.
+        perform setval(q.fresh_from_id, 4611686018427387904);
+    end if;
     return q;
 end;
 $$;
@@ -1893,16 +1910,13 @@ begin
     perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
     -- ones, so _get_locked_queue refuses it.
-    execute format(
-        'drop sequence %s, %s, %s, %s, %s cascade',
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    perform pgqueue._drop_registers(q.queue_id, '{seq,rate_used_until}');
     q := pgqueue._with_new_registers(q);
     update pgqueue.queues
     set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
         first_due_at = q.first_due_at, waiting_until = q.waiting_until
     where queues.name = q.name;
-    perform setval(q.fresh_from_id, coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1));
+    perform setval(q.fresh_from_id, w.first_id) from pgqueue.sweep_state w where w.queue_name = q.name and not q.priorities;
     update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
     -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
     delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
@@ -2469,6 +2483,7 @@ begin
         return pgqueue._public_queue(q);
     end if;
 
+    q.priorities := model.priorities;
     q := pgqueue._with_new_registers(q);
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
@@ -2808,10 +2823,7 @@ begin
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    execute format(
-        -- Another role can have a view of a register, which must not keep the queue.
-        'drop sequence %s, %s, %s, %s, %s cascade',
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    perform pgqueue._drop_registers(q.queue_id, '{}');
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;
@@ -4978,39 +4990,6 @@ returns boolean language sql immutable parallel safe as $$
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 
-create function pgqueue._on_queue_created_priorities(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if not q.priorities then
-        return;
-    end if;
-    perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
-    -- Functions that read the messages by id skip the vacant ids only below this register.
-    perform setval(q.fresh_from_id, 4611686018427387904);
-end;
-$$;
-
-create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if q.priorities then
-        for level in 0..9 loop
-            execute format('drop sequence pgqueue.%I cascade', format('queue_%s_level_%s', q.queue_id, level));
-        end loop;
-    end if;
-end;
-$$;
-
-create function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
-returns void language plpgsql volatile as $$
-begin
-    if before.priorities <> after.priorities then
-        perform pgqueue._on_queue_dropping_priorities(before);
-        perform pgqueue._on_queue_created_priorities(after);
-    end if;
-end;
-$$;
-
 create function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
 language sql stable as $$
     select array(
@@ -5309,11 +5288,8 @@ create function pgqueue._on_queue_created_limits(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
-    if q.rate_limit is not null and not exists (
-        select from pg_catalog.pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('queue_%s_rate_used_until', q.queue_id)
-    ) then
-        perform setval(pgqueue._create_register(q.queue_id, 'rate_used_until'), 1);
+    if q.rate_limit is not null then
+        perform pgqueue._create_register(q.queue_id, 'rate_used_until');
     end if;
 end;
 $$;
@@ -5328,13 +5304,6 @@ begin
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;
-end;
-$$;
-
-create function pgqueue._on_queue_dropping_limits(q pgqueue.queues) returns void
-language plpgsql volatile set client_min_messages = warning as $$
-begin
-    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 

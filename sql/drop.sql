@@ -119,10 +119,7 @@ begin
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    execute format(
-        -- Another role can have a view of a register, which must not keep the queue.
-        'drop sequence %s, %s, %s, %s, %s cascade',
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    perform pgqueue._drop_registers(q.queue_id, '{}');
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;

@@ -9,11 +9,8 @@ create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues) re
 language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
-    if q.rate_limit is not null and not exists (
-        select from pg_catalog.pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('queue_%s_rate_used_until', q.queue_id)
-    ) then
-        perform setval(pgqueue._create_register(q.queue_id, 'rate_used_until'), 1);
+    if q.rate_limit is not null then
+        perform pgqueue._create_register(q.queue_id, 'rate_used_until');
     end if;
 end;
 $$;
@@ -28,13 +25,6 @@ begin
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;
-end;
-$$;
-
-create or replace function pgqueue._on_queue_dropping_limits(q pgqueue.queues) returns void
-language plpgsql volatile set client_min_messages = warning as $$
-begin
-    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 

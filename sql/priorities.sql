@@ -26,39 +26,6 @@ returns boolean language sql immutable parallel safe as $$
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 
-create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if not q.priorities then
-        return;
-    end if;
-    perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
-    -- Functions that read the messages by id skip the vacant ids only below this register.
-    perform setval(q.fresh_from_id, 4611686018427387904);
-end;
-$$;
-
-create or replace function pgqueue._on_queue_dropping_priorities(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if q.priorities then
-        for level in 0..9 loop
-            execute format('drop sequence pgqueue.%I cascade', format('queue_%s_level_%s', q.queue_id, level));
-        end loop;
-    end if;
-end;
-$$;
-
-create or replace function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
-returns void language plpgsql volatile as $$
-begin
-    if before.priorities <> after.priorities then
-        perform pgqueue._on_queue_dropping_priorities(before);
-        perform pgqueue._on_queue_created_priorities(after);
-    end if;
-end;
-$$;
-
 create or replace function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
 language sql stable as $$
     select array(

@@ -195,6 +195,7 @@ begin
         return pgqueue._public_queue(q);
     end if;
 
+    q.priorities := model.priorities;
     q := pgqueue._with_new_registers(q);
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,

@@ -18,11 +18,28 @@ comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
+create or replace function pgqueue._drop_registers(queue_id bigint, kept text[]) returns void
+language plpgsql volatile as $$
+declare
+    register regclass;
+begin
+    for register in
+        select c.oid from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace
+            -- Range conditions on the name, which a catalog index supports.
+            and c.relname >= format('queue_%s_', queue_id)::name and c.relname < format('queue_%s_~', queue_id)::name
+            and c.relname <> all (select format('queue_%s_%s', queue_id, k) from unnest(kept) as k)
+    loop
+        -- Another role can have a view of a register, which must not keep the queue.
+        execute format('drop sequence %s cascade', register);
+    end loop;
+end;
+$$;
+
 create or replace function pgqueue._take_number(queue_name text) returns bigint
 language plpgsql volatile as $$
 declare
     number bigint;
-    leftover regclass;
 begin
     -- Keeps _drop_leftovers away.
     lock table only pgqueue.queues in row exclusive mode;
@@ -41,15 +58,7 @@ begin
             exit when to_regclass(format('pgqueue.messages_%s', number)) is null;
         end loop;
     end if;
-    for leftover in
-        select c.oid from pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace
-            -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
-            and c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
-            and c.relname <> format('queue_%s_seq', number)
-    loop
-        execute format('drop sequence %s cascade', leftover);
-    end loop;
+    perform pgqueue._drop_registers(number, '{seq}');
     return number;
 end;
 $$;
@@ -58,11 +67,14 @@ comment on function pgqueue._take_number(text) is
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create or replace function pgqueue._create_register(queue_id bigint, role text) returns regclass
-language plpgsql volatile as $$
+language plpgsql volatile set client_min_messages = warning as $$
+declare
+    name constant text := format('pgqueue.queue_%s_%s', queue_id, role);
 begin
-    execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
-    return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
+    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
+    execute format('create sequence if not exists %s', name);
+    perform pgqueue._revoke_default_privileges(name::regclass);
+    return name::regclass;
 end;
 $$;
 
