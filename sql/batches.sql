@@ -80,10 +80,8 @@ comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, 
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create or replace function pgqueue._ack_open_batch(s pgqueue.streams) returns int
+create or replace function pgqueue._ack_open_batch(inout s pgqueue.streams, out acked int)
 language plpgsql volatile as $$
-declare
-    acked int;
 begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
@@ -96,25 +94,23 @@ begin
             and pgqueue._is_claimed_by(m, s.claim_token);
         get diagnostics acked = row_count;
     end if;
-    return pgqueue._count('acknowledged', s.queue_name, acked);
+    acked := pgqueue._count('acknowledged', s.queue_name, acked);
+    update pgqueue.streams t
+    set acked_seq = s.acked_seq + 1, acked_token = s.claim_token, claim_token = null, ids = null, left_out = null,
+        partitions = null, visibility_timeout = null, claimed_at = null, claimed_until = null, replays = null,
+        begun_epoch = null
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name
+    returning t.* into s;
 end;
-$$;
-
-create or replace function pgqueue._after_batch(s pgqueue.streams) returns pgqueue.streams
-language sql stable as $$
-    select jsonb_populate_record(s, jsonb_build_object(
-        'acked_seq', s.acked_seq + 1, 'acked_token', s.claim_token, 'claim_token', null, 'ids', null, 'left_out', null,
-        'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
-        'begun_epoch', null))
 $$;
 
 create or replace function pgqueue._save_batch(s pgqueue.streams) returns void
 language plpgsql volatile as $$
 begin
     update pgqueue.streams t
-    set epoch = s.epoch, acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
-        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
-        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
+    set epoch = s.epoch, claim_token = s.claim_token, ids = s.ids, left_out = s.left_out, partitions = s.partitions,
+        visibility_timeout = s.visibility_timeout, claimed_at = s.claimed_at, claimed_until = s.claimed_until,
+        replays = s.replays, begun_epoch = s.begun_epoch
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
 end;
 $$;
@@ -192,7 +188,6 @@ set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    settles constant boolean := after_seq = s.acked_seq + 1;
     lost bigint[];
 begin
     perform pgqueue._check_epoch(s, epoch);
@@ -214,9 +209,8 @@ begin
             'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
     end if;
 
-    if settles and after_token = s.claim_token then
-        perform pgqueue._ack_open_batch(s);
-        s := pgqueue._after_batch(s);
+    if after_seq = s.acked_seq + 1 and after_token = s.claim_token then
+        s := (pgqueue._ack_open_batch(s)).s;
     elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
         perform pgqueue._raise_stream_out_of_step(s, after_seq);
     elsif s.claim_token is not null then
@@ -233,11 +227,8 @@ begin
     s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, max_bytes);
     if s.claim_token is not null then
         s.partitions := partitions;
-        return next pgqueue._public_batch(s, '{}');
-    end if;
-    -- An idle stream writes nothing.
-    if settles or s.claim_token is not null then
         perform pgqueue._save_batch(s);
+        return next pgqueue._public_batch(s, '{}');
     end if;
 end;
 $$;
@@ -392,7 +383,6 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.streams;
-    acked int;
 begin
     perform pgqueue._get_locked_queue(queue_name);
     s := pgqueue._lock_stream(queue_name, stream_name);
@@ -401,9 +391,7 @@ begin
         return 0;
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
-    acked := pgqueue._ack_open_batch(s);
-    perform pgqueue._save_batch(pgqueue._after_batch(s));
-    return acked;
+    return (pgqueue._ack_open_batch(s)).acked;
 end;
 $$;
 comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
