@@ -1029,8 +1029,8 @@ begin
     end loop;
 end;
 $$;
--- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
--- errors that only it raises at the top of its own file.
+-- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
+-- stand at the top of their files.
 
 create function pgqueue._with_number(number bigint, noun text) returns text
 language sql immutable strict parallel safe
@@ -1056,99 +1056,94 @@ begin
 end;
 $$;
 
-create function pgqueue._raise_queue_not_found(
-    queue_name text, role_name name default null, accesses text[] default null
-) returns void
+create function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    quoted constant text := coalesce(quote_literal(left(args[1], 255)), 'null');
 begin
-    raise exception using
-        errcode = 'PQ001',
-        message = format('queue %s does not exist',
-            coalesce(quote_literal(left(queue_name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
-            || case when role_name is null then '' else format(
-                ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %L).',
-                role_name, array_to_string(accesses, ' or '), role_name, accesses[1], left(queue_name, 200)) end;
+    case error
+        when 'queue_not_found' then raise exception using
+            errcode = 'PQ001',
+            message = format('queue %s does not exist', quoted),
+            hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
+                -- The role that calls, and accesses one of which it needs: the queue may exist.
+                || case when args[2] is null then '' else format(
+                    ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %s).',
+                    args[2], array_to_string(args[3:], ' or '), args[2], args[3], quoted) end;
+        when 'queue_exists' then raise exception using
+            errcode = 'PQ002',
+            message = format('queue %s already exists', quoted),
+            hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
+                || case when current_query() like '%create_queue(%).*%'
+                    then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
+                        ' pgqueue.create_queue(...).'
+                    else '' end;
+        when 'payload_too_large' then raise exception using
+            errcode = 'PQ003',
+            message = format('%s of %s is over the limit of %s of queue %s', args[2],
+                pgqueue._with_number(args[3]::bigint, 'byte'), pgqueue._with_number(args[4]::bigint, 'byte'), quoted),
+            hint = case args[2]
+                when 'headers' then 'Move large values into the payload.'
+                else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
+            end;
+        when 'queue_busy' then raise exception using
+            errcode = 'PQ004',
+            message = format('queue %s is busy: %s could not obtain a lock', quoted, args[2]),
+            hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
+        when 'stream_not_found' then raise exception using
+            errcode = 'PQ005',
+            message = format('stream %s of queue %L does not exist', quoted, args[2]),
+            hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+        when 'stream_fenced' then raise exception using
+            errcode = 'PQ006',
+            message = format('stream %s of queue %L is fenced: epoch %s was superseded by %s', quoted, args[2], args[3], args[4]),
+            detail = format('Opened at %s by %s.', args[5], coalesce(quote_literal(args[6]), 'a reader without a name')),
+            hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
+        when 'staged_messages_lost' then raise exception using
+            errcode = 'PQ010',
+            message = format('run %s staged %s in partition %s, and %s there', args[1], pgqueue._with_number(args[3]::bigint, 'message'),
+                coalesce(args[2], 'unknown'), args[4] || case args[4] when '1' then ' is' else ' are' end),
+            detail = 'Nothing was sent.',
+            hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
+        when 'schedule_not_found' then raise exception using
+            errcode = 'PQ011',
+            message = format('schedule %s does not exist', quoted),
+            hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
+        when 'schedule_exists' then raise exception using
+            errcode = 'PQ012',
+            message = format('schedule %s already exists', quoted),
+            hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+        -- In read committed every snapshot shows what other transactions have committed.
+        when 'stale_snapshot' then raise exception using
+            errcode = 'serialization_failure',
+            message = format('could not serialize access to %s', args[1]),
+            detail = 'The snapshot of this transaction is older than a change that another transaction has committed.',
+            hint = 'Retry the transaction, or run it in read committed, where this error cannot occur.';
+        when 'not_read_committed' then raise exception using
+            errcode = 'active_sql_transaction',
+            message = format('%s requires a transaction in read committed', args[1]),
+            detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
+            hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
+        when 'role_not_found' then raise exception using
+            errcode = 'undefined_object',
+            message = format('role %I does not exist', args[1]),
+            hint = case args[1]
+                when 'public' then 'Access cannot be granted to PUBLIC. Create a role, and grant it to the users who need access.'
+                else 'Create the role with create role.'
+            end;
+        when 'not_allowed' then raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not %s %I', args[1], args[2], args[3]),
+            hint = 'The owner can grant this privilege.';
+        when 'exposed' then raise exception using
+            errcode = 'duplicate_object',
+            message = format('queue %s is already exposed as %s', quoted, args[2]),
+            hint = format('Drop that relation first: select pgqueue.unexpose_transport(%s).', quoted);
+    end case;
 end;
 $$;
-comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
-'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
-
-create function pgqueue._raise_queue_exists(queue_name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ002',
-        message = format('queue %L already exists', queue_name),
-        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
-            || case when current_query() like '%create_queue(%).*%'
-                then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
-                    ' pgqueue.create_queue(...).'
-                else '' end;
-end;
-$$;
-
-create function pgqueue._raise_payload_too_large(
-    queue_name text, argument text, bytes bigint, limit_bytes bigint
-) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ003',
-        message = format('%s of %s is over the limit of %s of queue %L',
-            argument, pgqueue._with_number(bytes, 'byte'), pgqueue._with_number(limit_bytes, 'byte'), queue_name),
-        hint = case argument
-            when 'headers' then 'Move large values into the payload.'
-            else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
-        end;
-end;
-$$;
-
-create function pgqueue._raise_queue_busy(queue_name text, verb text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ004',
-        message = format('queue %L is busy: %s could not obtain a lock', queue_name, verb),
-        hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
-end;
-$$;
-
-create function pgqueue._raise_stale_snapshot(object text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'serialization_failure',
-        message = format('could not serialize access to %s', object),
-        detail = 'The snapshot of this transaction is older than a change that another transaction has committed.',
-        hint = 'Retry the transaction, or run it in read committed, where this error cannot occur.';
-end;
-$$;
-comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
-
-create function pgqueue._raise_role_not_found(role_name name) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'undefined_object',
-        message = format('role %I does not exist', role_name),
-        hint = case role_name
-            when 'public' then 'Access cannot be granted to PUBLIC. Create a role, and grant it to the users who need access.'
-            else 'Create the role with create role.'
-        end;
-end;
-$$;
-
-create function pgqueue._raise_not_allowed(role_name name, action text, object text) returns void
-language plpgsql stable set search_path = pg_catalog, pg_temp as $$
-begin
-    raise exception using
-        errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, action, object),
-        hint = 'The owner can grant this privilege.';
-end;
-$$;
+comment on function pgqueue._raise(text, text[]) is
+'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
@@ -1205,9 +1200,9 @@ begin
     -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
     if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
         if creating then
-            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+            perform pgqueue._raise('not_allowed', current_user, 'create queue', left(queue_name, 128));
         end if;
-        perform pgqueue._raise_queue_not_found(queue_name, current_user, array(
+        perform pgqueue._raise('queue_not_found', variadic array[queue_name, current_user] || array(
             select a from unnest('{producer,consumer,admin,reader,raw,transport}'::text[]) as a
             where strpos(privileges, pgqueue._privileges_of(array[a])) > 0));
     end if;
@@ -1222,7 +1217,7 @@ create function pgqueue._require_admin_of_all(caller name, verb text) returns vo
 language plpgsql stable as $$
 begin
     if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
-        perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);
+        perform pgqueue._raise('not_allowed', caller, 'call, without admin access to all queues,', verb);
     end if;
 end;
 $$;
@@ -1668,10 +1663,10 @@ begin
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
-            perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+            perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
         end;
     end if;
-    perform pgqueue._raise_queue_not_found(queue_name);
+    perform pgqueue._raise('queue_not_found', queue_name);
 end;
 $$;
 
@@ -1697,7 +1692,7 @@ begin
             return;
         end;
     end if;
-    perform pgqueue._raise_stale_snapshot(object);
+    perform pgqueue._raise('stale_snapshot', object);
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
@@ -1713,7 +1708,7 @@ begin
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
     execute format('lock table %s in access share mode', array_to_string(tables, ', '));
     -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
-    perform pgqueue._raise_stale_snapshot(format('table %s', c.oid::regclass))
+    perform pgqueue._raise('stale_snapshot', format('table %s', c.oid::regclass))
     from pg_class c
     where c.oid in (
             select t from unnest(tables) as t
@@ -1743,7 +1738,7 @@ begin
     -- The lock is taken first and the row read second, each with its own snapshot. So a session that waited for
     -- drop_queue sees that the queue is gone, and no session writes to a queue while it is dropped.
     if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
@@ -1767,7 +1762,7 @@ declare
 begin
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     return q;
 end;
@@ -1869,7 +1864,7 @@ begin
     if pgqueue._is_dump_running() then
         -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
         -- parallel dump would also fail if it met a session that waits for the table.
-        perform pgqueue._raise_queue_busy(q.name, verb);
+        perform pgqueue._raise('queue_busy', q.name, verb);
     end if;
     -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
     -- a deadlock this statement fails, not that of a client.
@@ -1881,7 +1876,7 @@ begin
     execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, verb);
+    perform pgqueue._raise('queue_busy', q.name, verb);
     return null;
 end;
 $$;
@@ -2415,13 +2410,13 @@ begin
                     perform pgqueue._create_partition(model.name, q.queue_id, pgqueue._shared_table(model)::regclass);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
             end if;
         exception
             when lock_not_available then
-                perform pgqueue._raise_queue_busy(model.name, 'create_queue');
+                perform pgqueue._raise('queue_busy', model.name, 'create_queue');
             when serialization_failure then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
         end;
     end if;
     if q.name is null then
@@ -2497,7 +2492,7 @@ begin
     q := pgqueue._reserve_queue(model, dedicated);
     if q.name is not null then
         if not if_not_exists then
-            perform pgqueue._raise_queue_exists(queue_name);
+            perform pgqueue._raise('queue_exists', queue_name);
         end if;
         if q.expires_after_idle is not null then
             -- This call counts as a use of the queue: the idle time starts again.
@@ -2646,7 +2641,7 @@ begin
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'alter_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');
     return null;
 end;
 $$;
@@ -2821,7 +2816,7 @@ begin
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
-    perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'purge_queue');
     return null;
 end;
 $$;
@@ -2866,7 +2861,7 @@ begin
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     return pgqueue._drop_queue(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'drop_queue');
     return null;
 end;
 $$;
@@ -3065,7 +3060,7 @@ begin
                     begin
                         written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, '{}');
                         if written = '{}' then
-                            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+                            perform pgqueue._raise('queue_busy', q.name, 'enqueue');
                         end if;
                     exception when sqlstate 'PQ004' then
                         null;
@@ -3242,13 +3237,13 @@ begin
         end if;
         bytes := octet_length(headers::text);
         if bytes > 65536 then
-            perform pgqueue._raise_payload_too_large(
-                q.name, pgqueue._element('headers', place, messages), bytes, 65536);
+            perform pgqueue._raise(
+                'payload_too_large', q.name, pgqueue._element('headers', place, messages), bytes::text, '65536');
         end if;
     end if;
     bytes := coalesce(octet_length(body), octet_length(payload::text));
     if bytes > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, content, bytes, q.max_payload_bytes);
+        perform pgqueue._raise('payload_too_large', q.name, content, bytes::text, q.max_payload_bytes::text);
     end if;
 end;
 $$;
@@ -3378,7 +3373,7 @@ begin
     -- One expression, as each further one would have to be prepared in every transaction.
     if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null then
         if queue_name is null then
-            perform pgqueue._raise_queue_not_found(queue_name);
+            perform pgqueue._raise('queue_not_found', queue_name);
         end if;
         if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
             perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
@@ -4653,7 +4648,7 @@ begin
                 ) l
             );
             -- Only an error releases the locks before the transaction ends, which may take long.
-            perform pgqueue._raise_queue_busy(q.name, 'claim');
+            perform pgqueue._raise('queue_busy', q.name, 'claim');
         exception when sqlstate 'PQ004' then
             null;
         end;
@@ -5467,7 +5462,7 @@ begin
             perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
-        perform pgqueue._raise_queue_busy(q.name, 'claim');
+        perform pgqueue._raise('queue_busy', q.name, 'claim');
     exception when sqlstate 'PQ004' then
         null;
     end;
@@ -5733,7 +5728,7 @@ declare
     found_ids bigint[];
 begin
     if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
 
     at := pgqueue._now();
@@ -7534,7 +7529,7 @@ begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
             -- queues would fill the lock table.
-            perform pgqueue._raise_queue_busy(q.name, 'stats');
+            perform pgqueue._raise('queue_busy', q.name, 'stats');
         exception
             when sqlstate 'PQ004' then
                 return next s;
@@ -8274,7 +8269,7 @@ begin
             end if;
             -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
             -- lock table.
-            perform pgqueue._raise_queue_busy(q.name, 'doctor');
+            perform pgqueue._raise('queue_busy', q.name, 'doctor');
         exception when sqlstate 'PQ004' then
             return query select f.* from unnest(findings) f;
         end;
@@ -8404,7 +8399,7 @@ begin
     -- the rights of that role, and not again for the role that runs a view, function or prepared statement later.
     foreach queue_name in array queue_names loop
         if not pgqueue._may_use(caller, queue_name, pgqueue._privileges_of('{consumer}')) then
-            perform pgqueue._raise_queue_not_found(queue_name, caller, '{consumer}');
+            perform pgqueue._raise('queue_not_found', queue_name, caller, 'consumer');
         end if;
         return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
         get diagnostics found_messages = row_count;
@@ -8873,7 +8868,7 @@ begin
         and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
     then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     perform pgqueue._check_page(max_messages, 0);
     return query
@@ -8891,29 +8886,6 @@ comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_a
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
-
-create function pgqueue._raise_stream_not_found(queue_name text, stream_name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ005',
-        message = format('stream %s of queue %L does not exist',
-            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
-        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
-end;
-$$;
-
-create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ006',
-        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
-            s.stream_name, s.queue_name, epoch, s.epoch),
-        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
-        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
-end;
-$$;
 
 create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
 language plpgsql stable as $$
@@ -8946,7 +8918,8 @@ begin
         perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
     end if;
     if epoch <> s.epoch then
-        perform pgqueue._raise_stream_fenced(s, epoch);
+        perform pgqueue._raise(
+            'stream_fenced', s.stream_name, s.queue_name, epoch::text, s.epoch::text, s.opened_at::text, s.opened_by);
     end if;
 end;
 $$;
@@ -8961,7 +8934,7 @@ begin
     for no key update;
     if not found then
         perform pgqueue._require_untruncated('{pgqueue.streams}');
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+        perform pgqueue._raise('stream_not_found', stream_name, queue_name);
     end if;
     return s;
 end;
@@ -9399,7 +9372,7 @@ begin
     select t.* into s from pgqueue.streams t
     where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
     if not found then
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+        perform pgqueue._raise('stream_not_found', stream_name, queue_name);
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     wanted := s.ids;
@@ -9544,20 +9517,6 @@ restart its query. A reader that skips messages it cannot use passes its own epo
 and PQ007 if the batch is not open.';
 -- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
 -- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
-
-create function pgqueue._raise_staged_messages_lost(
-    run uuid, partition int, expected bigint, remaining bigint
-) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._with_number(expected, 'message'),
-            coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
-        detail = 'Nothing was sent.',
-        hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
-end;
-$$;
 
 create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
 returns void language plpgsql stable as $$
@@ -9842,7 +9801,7 @@ begin
     perform case
         when pgqueue._may_use(caller, n.queue_name, pgqueue._privileges_of('{producer}'))
             then pgqueue._get_locked_queue(n.queue_name) is null
-        else pgqueue._raise_queue_not_found(n.queue_name) is null
+        else pgqueue._raise('queue_not_found', n.queue_name) is null
     end
     from (
         select distinct a.queue_name from pgqueue.staged_attempts a
@@ -9890,7 +9849,8 @@ begin
             where s.token = any (part.tokens) and s.largest_bytes > (part.queue).max_payload_bytes
             order by array_position(part.tokens, s.token), s.row_number;
             perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(sink_commit.run, a.partition, n.expected, n.sent)
+            perform pgqueue._raise(
+                'staged_messages_lost', sink_commit.run::text, a.partition::text, n.expected::text, n.sent::text)
             from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
             left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
             where n.sent <> n.expected
@@ -10415,26 +10375,6 @@ $$;
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
-create function pgqueue._raise_schedule_not_found(name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ011',
-        message = format('schedule %s does not exist', coalesce(quote_literal(left(name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
-end;
-$$;
-
-create function pgqueue._raise_schedule_exists(name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ012',
-        message = format('schedule %L already exists', name),
-        hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
-end;
-$$;
-
 create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
 language sql stable as $$
     select coalesce(s.headers, '{}') || jsonb_build_object(
@@ -10529,14 +10469,14 @@ begin
     loop
         select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
         if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{admin}')) then
-            perform pgqueue._raise_schedule_not_found(name);
+            perform pgqueue._raise('schedule_not_found', name);
         end if;
         next_id := s.next_id;
         begin
             perform pgqueue._get_locked_queue(s.queue_name);
         exception when sqlstate 'PQ001' then
             -- The queue and its schedules were dropped meanwhile.
-            perform pgqueue._raise_schedule_not_found(name);
+            perform pgqueue._raise('schedule_not_found', name);
         end;
         perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
@@ -10603,7 +10543,7 @@ begin
         select e.next_at into s.next_at from pgqueue.schedules e
         where if_not_exists and e.name = s.name and e.queue_name = s.queue_name;
         if not found then
-            perform pgqueue._raise_schedule_exists(name);
+            perform pgqueue._raise('schedule_exists', name);
         end if;
         return s.next_at;
     end if;
@@ -10724,7 +10664,7 @@ declare
 begin
     select schedules.* into s from pgqueue.schedules where schedules.name = run_schedule.name collate "C";
     if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{producer,admin}')) then
-        perform pgqueue._raise_schedule_not_found(name);
+        perform pgqueue._raise('schedule_not_found', name);
     end if;
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;
@@ -10963,10 +10903,10 @@ begin
         perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'headers');
     end if;
     if octet_length(new.headers) > largest then
-        perform pgqueue._raise_payload_too_large(q.name, 'column headers', octet_length(new.headers), largest);
+        perform pgqueue._raise('payload_too_large', q.name, 'column headers', octet_length(new.headers)::text, largest::text);
     end if;
     if octet_length(new.body) > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(new.body), q.max_payload_bytes);
+        perform pgqueue._raise('payload_too_large', q.name, 'body', octet_length(new.body)::text, q.max_payload_bytes::text);
     end if;
     if new.headers ~ '[^[:space:]]' then
         begin
@@ -11049,16 +10989,6 @@ $$;
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
 
-create function pgqueue._raise_exposed(queue_name text, relation regclass) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'duplicate_object',
-        message = format('queue %L is already exposed as %s', queue_name, relation),
-        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
-end;
-$$;
-
 create function pgqueue._sync_archive_trigger(q pgqueue.queues) returns void
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
@@ -11078,7 +11008,7 @@ begin
         else 'drop trigger archive_taken on %s'
     end, partition);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
+    perform pgqueue._raise('queue_busy', q.name, 'alter_queue');
 end;
 $$;
 
@@ -11094,7 +11024,7 @@ begin
     -- catalog cache and its snapshot can be stale.
     execute format('select t.relation from %s t', pgqueue._transport_table(q)) into relation;
     if relation is null then
-        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+        perform pgqueue._raise('stale_snapshot', format('queue %L', q.name));
     end if;
     return relation;
 exception when undefined_table then
@@ -11298,7 +11228,7 @@ begin
         perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
     end if;
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+        perform pgqueue._raise('not_allowed', for_role, 'create relations in schema', schema_name);
     end if;
 end;
 $$;
@@ -11330,7 +11260,7 @@ begin
     end if;
     select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
     if found then
-        perform pgqueue._raise_exposed(q.name, exposed);
+        perform pgqueue._raise('exposed', q.name, exposed::text);
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
@@ -11338,7 +11268,7 @@ begin
     end if;
     return address;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    perform pgqueue._raise('queue_busy', queue_name, 'expose_transport');
     return null;
 end;
 $$;
@@ -11393,7 +11323,7 @@ begin
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     return pgqueue._unexpose(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
+    perform pgqueue._raise('queue_busy', queue_name, 'unexpose_transport');
     return null;
 end;
 $$;
@@ -11680,13 +11610,13 @@ begin
     end if;
     if not exists (select from pg_namespace n where n.nspname = schema_name collate "C") then
         if not has_database_privilege(caller, current_database(), 'CREATE') then
-            perform pgqueue._raise_not_allowed(caller, 'create schemas in database', current_database());
+            perform pgqueue._raise('not_allowed', caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
         execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
         execute format('grant usage on schema %I to public', schema_name);
     elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(caller, 'create relations in schema', schema_name);
+        perform pgqueue._raise('not_allowed', caller, 'create relations in schema', schema_name);
     end if;
     foreach table_name in array missing loop
         relation := format('%I.%I', schema_name, table_name);
@@ -11817,7 +11747,7 @@ begin
             select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
             if not found or not pgqueue._is_idle(q, at) then
                 -- Only an error releases the lock before the transaction ends, which may take long.
-                perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
+                perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');
             end if;
             perform pgqueue._drop_queue(q);
             dropped := dropped + 1;
@@ -12029,17 +11959,6 @@ language sql volatile as $$ delete from pgqueue.results r where r.queue_name = q
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create function pgqueue._raise_not_read_committed(verb text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'active_sql_transaction',
-        message = format('%s requires a transaction in read committed', verb),
-        detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
-        hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
-end;
-$$;
-
 create function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
     select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
@@ -12242,7 +12161,7 @@ begin
             end if;
             if done.outcome <> 'compacted' then
                 -- The error undoes the truncation and releases the lock, which would last until the transaction ends.
-                perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
+                perform pgqueue._raise('queue_busy', done.table_name, 'compact_queue');
             end if;
         exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
             if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
@@ -12326,7 +12245,7 @@ declare
     candidate record;
 begin
     if pgqueue._has_fixed_snapshot() then
-        perform pgqueue._raise_not_read_committed(verb);
+        perform pgqueue._raise('not_read_committed', verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in
@@ -12498,8 +12417,7 @@ returns table (object text, privileges text, accesses text[], for_all boolean) l
         -- The checks of the domains call these.
         select c, '{producer,consumer,admin,reader,raw,transport}'
         from unnest(array[
-            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
-            '_raise_queue_not_found'
+            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise'
         ]) as c
     ) f (name, accesses)
     join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
@@ -12554,7 +12472,7 @@ begin
     ) as c (name, given, is_valid, expected)
     where c.is_valid is not true;
     if not exists (select from pg_roles r where r.rolname = role_name) then
-        perform pgqueue._raise_role_not_found(role_name);
+        perform pgqueue._raise('role_not_found', role_name);
     end if;
 end;
 $$;

@@ -54,9 +54,9 @@ begin
     -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
     if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
         if creating then
-            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+            perform pgqueue._raise('not_allowed', current_user, 'create queue', left(queue_name, 128));
         end if;
-        perform pgqueue._raise_queue_not_found(queue_name, current_user, array(
+        perform pgqueue._raise('queue_not_found', variadic array[queue_name, current_user] || array(
             select a from unnest('{producer,consumer,admin,reader,raw,transport}'::text[]) as a
             where strpos(privileges, pgqueue._privileges_of(array[a])) > 0));
     end if;
@@ -71,7 +71,7 @@ create or replace function pgqueue._require_admin_of_all(caller name, verb text)
 language plpgsql stable as $$
 begin
     if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
-        perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);
+        perform pgqueue._raise('not_allowed', caller, 'call, without admin access to all queues,', verb);
     end if;
 end;
 $$;

@@ -379,7 +379,7 @@ begin
         and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
     then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     perform pgqueue._check_page(max_messages, 0);
     return query

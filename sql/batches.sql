@@ -310,7 +310,7 @@ begin
     select t.* into s from pgqueue.streams t
     where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
     if not found then
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+        perform pgqueue._raise('stream_not_found', stream_name, queue_name);
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     wanted := s.ids;

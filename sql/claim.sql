@@ -257,7 +257,7 @@ declare
     found_ids bigint[];
 begin
     if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
 
     at := pgqueue._now();

@@ -25,7 +25,7 @@ begin
     -- the rights of that role, and not again for the role that runs a view, function or prepared statement later.
     foreach queue_name in array queue_names loop
         if not pgqueue._may_use(caller, queue_name, pgqueue._privileges_of('{consumer}')) then
-            perform pgqueue._raise_queue_not_found(queue_name, caller, '{consumer}');
+            perform pgqueue._raise('queue_not_found', queue_name, caller, 'consumer');
         end if;
         return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
         get diagnostics found_messages = row_count;

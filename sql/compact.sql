@@ -3,17 +3,6 @@
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create or replace function pgqueue._raise_not_read_committed(verb text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'active_sql_transaction',
-        message = format('%s requires a transaction in read committed', verb),
-        detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
-        hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
-end;
-$$;
-
 create or replace function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
     select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
@@ -216,7 +205,7 @@ begin
             end if;
             if done.outcome <> 'compacted' then
                 -- The error undoes the truncation and releases the lock, which would last until the transaction ends.
-                perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
+                perform pgqueue._raise('queue_busy', done.table_name, 'compact_queue');
             end if;
         exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
             if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
@@ -300,7 +289,7 @@ declare
     candidate record;
 begin
     if pgqueue._has_fixed_snapshot() then
-        perform pgqueue._raise_not_read_committed(verb);
+        perform pgqueue._raise('not_read_committed', verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in

@@ -50,13 +50,13 @@ begin
     end if;
     if not exists (select from pg_namespace n where n.nspname = schema_name collate "C") then
         if not has_database_privilege(caller, current_database(), 'CREATE') then
-            perform pgqueue._raise_not_allowed(caller, 'create schemas in database', current_database());
+            perform pgqueue._raise('not_allowed', caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
         execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
         execute format('grant usage on schema %I to public', schema_name);
     elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(caller, 'create relations in schema', schema_name);
+        perform pgqueue._raise('not_allowed', caller, 'create relations in schema', schema_name);
     end if;
     foreach table_name in array missing loop
         relation := format('%I.%I', schema_name, table_name);

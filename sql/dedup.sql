@@ -183,7 +183,7 @@ begin
                     begin
                         written := pgqueue._write_dedup_keys(q, period, open_keys, open_ids, at, '{}');
                         if written = '{}' then
-                            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+                            perform pgqueue._raise('queue_busy', q.name, 'enqueue');
                         end if;
                     exception when sqlstate 'PQ004' then
                         null;

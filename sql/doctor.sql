@@ -251,7 +251,7 @@ begin
             end if;
             -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
             -- lock table.
-            perform pgqueue._raise_queue_busy(q.name, 'doctor');
+            perform pgqueue._raise('queue_busy', q.name, 'doctor');
         exception when sqlstate 'PQ004' then
             return query select f.* from unnest(findings) f;
         end;

@@ -94,7 +94,7 @@ begin
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
-    perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'purge_queue');
     return null;
 end;
 $$;
@@ -139,7 +139,7 @@ begin
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     return pgqueue._drop_queue(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'drop_queue');
     return null;
 end;
 $$;

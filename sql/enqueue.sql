@@ -46,13 +46,13 @@ begin
         end if;
         bytes := octet_length(headers::text);
         if bytes > 65536 then
-            perform pgqueue._raise_payload_too_large(
-                q.name, pgqueue._element('headers', place, messages), bytes, 65536);
+            perform pgqueue._raise(
+                'payload_too_large', q.name, pgqueue._element('headers', place, messages), bytes::text, '65536');
         end if;
     end if;
     bytes := coalesce(octet_length(body), octet_length(payload::text));
     if bytes > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, content, bytes, q.max_payload_bytes);
+        perform pgqueue._raise('payload_too_large', q.name, content, bytes::text, q.max_payload_bytes::text);
     end if;
 end;
 $$;
@@ -182,7 +182,7 @@ begin
     -- One expression, as each further one would have to be prepared in every transaction.
     if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null then
         if queue_name is null then
-            perform pgqueue._raise_queue_not_found(queue_name);
+            perform pgqueue._raise('queue_not_found', queue_name);
         end if;
         if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
             perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);

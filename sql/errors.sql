@@ -1,5 +1,5 @@
--- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
--- errors that only it raises at the top of its own file.
+-- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
+-- stand at the top of their files.
 
 create or replace function pgqueue._with_number(number bigint, noun text) returns text
 language sql immutable strict parallel safe
@@ -25,96 +25,91 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._raise_queue_not_found(
-    queue_name text, role_name name default null, accesses text[] default null
-) returns void
+create or replace function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+    quoted constant text := coalesce(quote_literal(left(args[1], 255)), 'null');
 begin
-    raise exception using
-        errcode = 'PQ001',
-        message = format('queue %s does not exist',
-            coalesce(quote_literal(left(queue_name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
-            || case when role_name is null then '' else format(
-                ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %L).',
-                role_name, array_to_string(accesses, ' or '), role_name, accesses[1], left(queue_name, 200)) end;
+    case error
+        when 'queue_not_found' then raise exception using
+            errcode = 'PQ001',
+            message = format('queue %s does not exist', quoted),
+            hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
+                -- The role that calls, and accesses one of which it needs: the queue may exist.
+                || case when args[2] is null then '' else format(
+                    ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %s).',
+                    args[2], array_to_string(args[3:], ' or '), args[2], args[3], quoted) end;
+        when 'queue_exists' then raise exception using
+            errcode = 'PQ002',
+            message = format('queue %s already exists', quoted),
+            hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
+                || case when current_query() like '%create_queue(%).*%'
+                    then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
+                        ' pgqueue.create_queue(...).'
+                    else '' end;
+        when 'payload_too_large' then raise exception using
+            errcode = 'PQ003',
+            message = format('%s of %s is over the limit of %s of queue %s', args[2],
+                pgqueue._with_number(args[3]::bigint, 'byte'), pgqueue._with_number(args[4]::bigint, 'byte'), quoted),
+            hint = case args[2]
+                when 'headers' then 'Move large values into the payload.'
+                else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
+            end;
+        when 'queue_busy' then raise exception using
+            errcode = 'PQ004',
+            message = format('queue %s is busy: %s could not obtain a lock', quoted, args[2]),
+            hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
+        when 'stream_not_found' then raise exception using
+            errcode = 'PQ005',
+            message = format('stream %s of queue %L does not exist', quoted, args[2]),
+            hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+        when 'stream_fenced' then raise exception using
+            errcode = 'PQ006',
+            message = format('stream %s of queue %L is fenced: epoch %s was superseded by %s', quoted, args[2], args[3], args[4]),
+            detail = format('Opened at %s by %s.', args[5], coalesce(quote_literal(args[6]), 'a reader without a name')),
+            hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
+        when 'staged_messages_lost' then raise exception using
+            errcode = 'PQ010',
+            message = format('run %s staged %s in partition %s, and %s there', args[1], pgqueue._with_number(args[3]::bigint, 'message'),
+                coalesce(args[2], 'unknown'), args[4] || case args[4] when '1' then ' is' else ' are' end),
+            detail = 'Nothing was sent.',
+            hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
+        when 'schedule_not_found' then raise exception using
+            errcode = 'PQ011',
+            message = format('schedule %s does not exist', quoted),
+            hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
+        when 'schedule_exists' then raise exception using
+            errcode = 'PQ012',
+            message = format('schedule %s already exists', quoted),
+            hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+        -- In read committed every snapshot shows what other transactions have committed.
+        when 'stale_snapshot' then raise exception using
+            errcode = 'serialization_failure',
+            message = format('could not serialize access to %s', args[1]),
+            detail = 'The snapshot of this transaction is older than a change that another transaction has committed.',
+            hint = 'Retry the transaction, or run it in read committed, where this error cannot occur.';
+        when 'not_read_committed' then raise exception using
+            errcode = 'active_sql_transaction',
+            message = format('%s requires a transaction in read committed', args[1]),
+            detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
+            hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
+        when 'role_not_found' then raise exception using
+            errcode = 'undefined_object',
+            message = format('role %I does not exist', args[1]),
+            hint = case args[1]
+                when 'public' then 'Access cannot be granted to PUBLIC. Create a role, and grant it to the users who need access.'
+                else 'Create the role with create role.'
+            end;
+        when 'not_allowed' then raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not %s %I', args[1], args[2], args[3]),
+            hint = 'The owner can grant this privilege.';
+        when 'exposed' then raise exception using
+            errcode = 'duplicate_object',
+            message = format('queue %s is already exposed as %s', quoted, args[2]),
+            hint = format('Drop that relation first: select pgqueue.unexpose_transport(%s).', quoted);
+    end case;
 end;
 $$;
-comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
-'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
-
-create or replace function pgqueue._raise_queue_exists(queue_name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ002',
-        message = format('queue %L already exists', queue_name),
-        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
-            || case when current_query() like '%create_queue(%).*%'
-                then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
-                    ' pgqueue.create_queue(...).'
-                else '' end;
-end;
-$$;
-
-create or replace function pgqueue._raise_payload_too_large(
-    queue_name text, argument text, bytes bigint, limit_bytes bigint
-) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ003',
-        message = format('%s of %s is over the limit of %s of queue %L',
-            argument, pgqueue._with_number(bytes, 'byte'), pgqueue._with_number(limit_bytes, 'byte'), queue_name),
-        hint = case argument
-            when 'headers' then 'Move large values into the payload.'
-            else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
-        end;
-end;
-$$;
-
-create or replace function pgqueue._raise_queue_busy(queue_name text, verb text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ004',
-        message = format('queue %L is busy: %s could not obtain a lock', queue_name, verb),
-        hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
-end;
-$$;
-
-create or replace function pgqueue._raise_stale_snapshot(object text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'serialization_failure',
-        message = format('could not serialize access to %s', object),
-        detail = 'The snapshot of this transaction is older than a change that another transaction has committed.',
-        hint = 'Retry the transaction, or run it in read committed, where this error cannot occur.';
-end;
-$$;
-comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. In read committed every snapshot shows what other transactions have committed.';
-
-create or replace function pgqueue._raise_role_not_found(role_name name) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'undefined_object',
-        message = format('role %I does not exist', role_name),
-        hint = case role_name
-            when 'public' then 'Access cannot be granted to PUBLIC. Create a role, and grant it to the users who need access.'
-            else 'Create the role with create role.'
-        end;
-end;
-$$;
-
-create or replace function pgqueue._raise_not_allowed(role_name name, action text, object text) returns void
-language plpgsql stable set search_path = pg_catalog, pg_temp as $$
-begin
-    raise exception using
-        errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, action, object),
-        hint = 'The owner can grant this privilege.';
-end;
-$$;
+comment on function pgqueue._raise(text, text[]) is
+'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';

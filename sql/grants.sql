@@ -41,8 +41,7 @@ returns table (object text, privileges text, accesses text[], for_all boolean) l
         -- The checks of the domains call these.
         select c, '{producer,consumer,admin,reader,raw,transport}'
         from unnest(array[
-            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
-            '_raise_queue_not_found'
+            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise'
         ]) as c
     ) f (name, accesses)
     join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
@@ -97,7 +96,7 @@ begin
     ) as c (name, given, is_valid, expected)
     where c.is_valid is not true;
     if not exists (select from pg_roles r where r.rolname = role_name) then
-        perform pgqueue._raise_role_not_found(role_name);
+        perform pgqueue._raise('role_not_found', role_name);
     end if;
 end;
 $$;

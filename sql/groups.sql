@@ -47,7 +47,7 @@ begin
                 ) l
             );
             -- Only an error releases the locks before the transaction ends, which may take long.
-            perform pgqueue._raise_queue_busy(q.name, 'claim');
+            perform pgqueue._raise('queue_busy', q.name, 'claim');
         exception when sqlstate 'PQ004' then
             null;
         end;

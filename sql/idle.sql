@@ -71,7 +71,7 @@ begin
             select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
             if not found or not pgqueue._is_idle(q, at) then
                 -- Only an error releases the lock before the transaction ends, which may take long.
-                perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
+                perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');
             end if;
             perform pgqueue._drop_queue(q);
             dropped := dropped + 1;

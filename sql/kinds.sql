@@ -64,7 +64,7 @@ begin
     if pgqueue._is_dump_running() then
         -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
         -- parallel dump would also fail if it met a session that waits for the table.
-        perform pgqueue._raise_queue_busy(q.name, verb);
+        perform pgqueue._raise('queue_busy', q.name, verb);
     end if;
     -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
     -- a deadlock this statement fails, not that of a client.
@@ -76,7 +76,7 @@ begin
     execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, verb);
+    perform pgqueue._raise('queue_busy', q.name, verb);
     return null;
 end;
 $$;

@@ -165,7 +165,7 @@ begin
             perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
-        perform pgqueue._raise_queue_busy(q.name, 'claim');
+        perform pgqueue._raise('queue_busy', q.name, 'claim');
     exception when sqlstate 'PQ004' then
         null;
     end;

@@ -28,10 +28,10 @@ begin
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
-            perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+            perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
         end;
     end if;
-    perform pgqueue._raise_queue_not_found(queue_name);
+    perform pgqueue._raise('queue_not_found', queue_name);
 end;
 $$;
 
@@ -57,7 +57,7 @@ begin
             return;
         end;
     end if;
-    perform pgqueue._raise_stale_snapshot(object);
+    perform pgqueue._raise('stale_snapshot', object);
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
@@ -73,7 +73,7 @@ begin
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
     execute format('lock table %s in access share mode', array_to_string(tables, ', '));
     -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
-    perform pgqueue._raise_stale_snapshot(format('table %s', c.oid::regclass))
+    perform pgqueue._raise('stale_snapshot', format('table %s', c.oid::regclass))
     from pg_class c
     where c.oid in (
             select t from unnest(tables) as t
@@ -103,7 +103,7 @@ begin
     -- The lock is taken first and the row read second, each with its own snapshot. So a session that waited for
     -- drop_queue sees that the queue is gone, and no session writes to a queue while it is dropped.
     if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
@@ -127,7 +127,7 @@ declare
 begin
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     return q;
 end;

@@ -104,13 +104,13 @@ begin
                     perform pgqueue._create_partition(model.name, q.queue_id, pgqueue._shared_table(model)::regclass);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
             end if;
         exception
             when lock_not_available then
-                perform pgqueue._raise_queue_busy(model.name, 'create_queue');
+                perform pgqueue._raise('queue_busy', model.name, 'create_queue');
             when serialization_failure then
-                perform pgqueue._raise_stale_snapshot(format('queue %L', model.name));
+                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
         end;
     end if;
     if q.name is null then
@@ -186,7 +186,7 @@ begin
     q := pgqueue._reserve_queue(model, dedicated);
     if q.name is not null then
         if not if_not_exists then
-            perform pgqueue._raise_queue_exists(queue_name);
+            perform pgqueue._raise('queue_exists', queue_name);
         end if;
         if q.expires_after_idle is not null then
             -- This call counts as a use of the queue: the idle time starts again.
@@ -335,7 +335,7 @@ begin
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'alter_queue');
+    perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');
     return null;
 end;
 $$;

@@ -2,26 +2,6 @@
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
-create or replace function pgqueue._raise_schedule_not_found(name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ011',
-        message = format('schedule %s does not exist', coalesce(quote_literal(left(name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
-end;
-$$;
-
-create or replace function pgqueue._raise_schedule_exists(name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ012',
-        message = format('schedule %L already exists', name),
-        hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
-end;
-$$;
-
 create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
 language sql stable as $$
     select coalesce(s.headers, '{}') || jsonb_build_object(
@@ -116,14 +96,14 @@ begin
     loop
         select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
         if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{admin}')) then
-            perform pgqueue._raise_schedule_not_found(name);
+            perform pgqueue._raise('schedule_not_found', name);
         end if;
         next_id := s.next_id;
         begin
             perform pgqueue._get_locked_queue(s.queue_name);
         exception when sqlstate 'PQ001' then
             -- The queue and its schedules were dropped meanwhile.
-            perform pgqueue._raise_schedule_not_found(name);
+            perform pgqueue._raise('schedule_not_found', name);
         end;
         perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
@@ -190,7 +170,7 @@ begin
         select e.next_at into s.next_at from pgqueue.schedules e
         where if_not_exists and e.name = s.name and e.queue_name = s.queue_name;
         if not found then
-            perform pgqueue._raise_schedule_exists(name);
+            perform pgqueue._raise('schedule_exists', name);
         end if;
         return s.next_at;
     end if;
@@ -311,7 +291,7 @@ declare
 begin
     select schedules.* into s from pgqueue.schedules where schedules.name = run_schedule.name collate "C";
     if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{producer,admin}')) then
-        perform pgqueue._raise_schedule_not_found(name);
+        perform pgqueue._raise('schedule_not_found', name);
     end if;
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;

@@ -1,20 +1,6 @@
 -- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
 -- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
 
-create or replace function pgqueue._raise_staged_messages_lost(
-    run uuid, partition int, expected bigint, remaining bigint
-) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._with_number(expected, 'message'),
-            coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
-        detail = 'Nothing was sent.',
-        hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
-end;
-$$;
-
 create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
 returns void language plpgsql stable as $$
 begin
@@ -298,7 +284,7 @@ begin
     perform case
         when pgqueue._may_use(caller, n.queue_name, pgqueue._privileges_of('{producer}'))
             then pgqueue._get_locked_queue(n.queue_name) is null
-        else pgqueue._raise_queue_not_found(n.queue_name) is null
+        else pgqueue._raise('queue_not_found', n.queue_name) is null
     end
     from (
         select distinct a.queue_name from pgqueue.staged_attempts a
@@ -346,7 +332,8 @@ begin
             where s.token = any (part.tokens) and s.largest_bytes > (part.queue).max_payload_bytes
             order by array_position(part.tokens, s.token), s.row_number;
             perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(sink_commit.run, a.partition, n.expected, n.sent)
+            perform pgqueue._raise(
+                'staged_messages_lost', sink_commit.run::text, a.partition::text, n.expected::text, n.sent::text)
             from unnest(part.tokens, part.counts, sent) with ordinality as n (token, expected, sent, place)
             left join pgqueue._lock_own_attempts(sink_commit.run) a on a.token = n.token
             where n.sent <> n.expected

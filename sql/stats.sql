@@ -333,7 +333,7 @@ begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
             -- queues would fill the lock table.
-            perform pgqueue._raise_queue_busy(q.name, 'stats');
+            perform pgqueue._raise('queue_busy', q.name, 'stats');
         exception
             when sqlstate 'PQ004' then
                 return next s;

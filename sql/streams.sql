@@ -1,29 +1,6 @@
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
 
-create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ005',
-        message = format('stream %s of queue %L does not exist',
-            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
-        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
-end;
-$$;
-
-create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ006',
-        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
-            s.stream_name, s.queue_name, epoch, s.epoch),
-        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
-        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
-end;
-$$;
-
 create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
 language plpgsql stable as $$
 begin
@@ -55,7 +32,8 @@ begin
         perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
     end if;
     if epoch <> s.epoch then
-        perform pgqueue._raise_stream_fenced(s, epoch);
+        perform pgqueue._raise(
+            'stream_fenced', s.stream_name, s.queue_name, epoch::text, s.epoch::text, s.opened_at::text, s.opened_by);
     end if;
 end;
 $$;
@@ -70,7 +48,7 @@ begin
     for no key update;
     if not found then
         perform pgqueue._require_untruncated('{pgqueue.streams}');
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+        perform pgqueue._raise('stream_not_found', stream_name, queue_name);
     end if;
     return s;
 end;

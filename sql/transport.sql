@@ -2,16 +2,6 @@
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
 
-create or replace function pgqueue._raise_exposed(queue_name text, relation regclass) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'duplicate_object',
-        message = format('queue %L is already exposed as %s', queue_name, relation),
-        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
-end;
-$$;
-
 create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues) returns void
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
@@ -31,7 +21,7 @@ begin
         else 'drop trigger archive_taken on %s'
     end, partition);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
+    perform pgqueue._raise('queue_busy', q.name, 'alter_queue');
 end;
 $$;
 
@@ -47,7 +37,7 @@ begin
     -- catalog cache and its snapshot can be stale.
     execute format('select t.relation from %s t', pgqueue._transport_table(q)) into relation;
     if relation is null then
-        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+        perform pgqueue._raise('stale_snapshot', format('queue %L', q.name));
     end if;
     return relation;
 exception when undefined_table then
@@ -251,7 +241,7 @@ begin
         perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
     end if;
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+        perform pgqueue._raise('not_allowed', for_role, 'create relations in schema', schema_name);
     end if;
 end;
 $$;
@@ -283,7 +273,7 @@ begin
     end if;
     select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
     if found then
-        perform pgqueue._raise_exposed(q.name, exposed);
+        perform pgqueue._raise('exposed', q.name, exposed::text);
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
@@ -291,7 +281,7 @@ begin
     end if;
     return address;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    perform pgqueue._raise('queue_busy', queue_name, 'expose_transport');
     return null;
 end;
 $$;
@@ -346,7 +336,7 @@ begin
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     return pgqueue._unexpose(q);
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
+    perform pgqueue._raise('queue_busy', queue_name, 'unexpose_transport');
     return null;
 end;
 $$;

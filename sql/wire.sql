@@ -47,10 +47,10 @@ begin
         perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'headers');
     end if;
     if octet_length(new.headers) > largest then
-        perform pgqueue._raise_payload_too_large(q.name, 'column headers', octet_length(new.headers), largest);
+        perform pgqueue._raise('payload_too_large', q.name, 'column headers', octet_length(new.headers)::text, largest::text);
     end if;
     if octet_length(new.body) > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(new.body), q.max_payload_bytes);
+        perform pgqueue._raise('payload_too_large', q.name, 'body', octet_length(new.body)::text, q.max_payload_bytes::text);
     end if;
     if new.headers ~ '[^[:space:]]' then
         begin

@@ -43,7 +43,7 @@ def bodies(module: str) -> Iterator[tuple[str, str]]:
     sql = COMMENT.sub("", (SQL / f"{module}.sql").read_text(encoding="utf-8"))
     for function in FUNCTION.finditer(sql):
         # Hints of errors name functions without calling them.
-        is_error = function["name"].startswith("_raise_")
+        is_error = function["name"].startswith("_raise")
         yield function["name"], LITERAL.sub("", function["body"]) if is_error else function["body"]
     for block in BLOCK.findall(sql):
         yield "a do block", block

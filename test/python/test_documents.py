@@ -332,7 +332,7 @@ def test_every_error_is_in_the_reference() -> None:
 
 def test_every_setting_is_in_the_reference_with_its_default() -> None:
     sql = (ROOT / "sql/queue.sql").read_text(encoding="utf-8")
-    arguments = sql.partition("function pgqueue.create_queue(")[2].partition("\n)\n")[0]
+    arguments = sql.partition("function pgqueue.create_queue(")[2].partition("\n) returns ")[0]
     defaults = dict(re.findall(r"^    (\w+) [a-z_. ]+ default '?([^',]+)'?,?$", arguments, re.MULTILINE))
     del defaults["if_not_exists"]
     listed = {row[0].strip("`"): row[1] for row in table("sql/REFERENCE.md", "Settings of a queue")}

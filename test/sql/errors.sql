@@ -172,7 +172,7 @@ from unnest(array[
 ]) as c (statement);
 select matches(pg_temp.hint(c.statement), 'once for each column', format('the hint of %s says that PostgreSQL calls a function in (f()).* once for each column', c.code))
 from (values
-    ('PQ002', $$ select (pgqueue.create_queue('errors_columns')).* $$), ('PQ006', $$ select pgqueue._raise_stream_fenced(null, 1) $$)
+    ('PQ002', $$ select (pgqueue.create_queue('errors_columns')).* $$), ('PQ006', $$ select pgqueue._raise('stream_fenced', 's', 'q', '1', '2') $$)
 ) as c (code, statement);
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
@@ -204,9 +204,9 @@ select pg_temp.refuses('select pgqueue.grant_access(current_user, ''everything''
 select pg_temp.refuses('select pgqueue.grant_access(null, ''producer'')', '22023', 'role_name', 'null');
 select pg_temp.refuses('select pgqueue.grant_access(current_user, null)', '22023', 'access', 'null');
 
--- PQ004: a table that is to be dropped is in use. No second session exists here, so its _raise_ function is called.
-select throws_ok($$ select pgqueue._raise_queue_busy('errors', 'drop_queue') $$, 'PQ004', null, 'a busy queue is refused with PQ004');
-select pg_temp.refuses('select pgqueue._raise_queue_busy(''errors'', ''drop_queue'')', 'PQ004', 'drop_queue', '''errors''');
+-- PQ004: a table that is to be dropped is in use. No second session exists here, so the error is raised directly.
+select throws_ok($$ select pgqueue._raise('queue_busy', 'errors', 'drop_queue') $$, 'PQ004', null, 'a busy queue is refused with PQ004');
+select pg_temp.refuses('select pgqueue._raise(''queue_busy'', ''errors'', ''drop_queue'')', 'PQ004', 'drop_queue', '''errors''');
 select is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats('errors') s), '(0,0,0,0)', 'refused calls leave no message');
 select is((select count(*) from pgqueue.list_queues() l where l.name = 'errors_bad'), 0::bigint, 'refused calls create no queue');
 

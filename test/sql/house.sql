@@ -30,14 +30,15 @@ select is_empty($$ select signature from functions where is_public and prosrc ~*
     'no verb builds SQL, except those that drop a queue, grant, revoke, maintain the relations of a transport, and expose the tables');
 
 -- Errors.
-select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only functions named _raise_* raise');
+select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise(_|$)' $$, 'only _raise and functions named _raise_* raise');
 select results_eq(
     $$ select c.code[1] collate "C", count(*) from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(PQ\d\d\d)''', 'g') as c (code) group by 1 order by 1 $$,
     $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1), ('PQ010', 1), ('PQ011', 1), ('PQ012', 1) $$, 'every code of our own is raised by exactly one function');
 select is_empty(
     $$ select c.code[1] from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(\w+)''', 'g') as c (code) group by 1 having count(*) > 1 $$,
     'no other SQLSTATE is raised by two functions');
-select is_empty($$ select signature from functions where proname ~ '^_raise_' and not (prosrc ~ 'errcode =' and prosrc ~ 'message =' and prosrc ~ 'hint =') $$,
+select is_empty($$ select signature from functions where proname ~ '^_raise(_|$)'
+        and not (regexp_count(prosrc, 'raise exception') = all (array[regexp_count(prosrc, 'errcode ='), regexp_count(prosrc, 'message ='), regexp_count(prosrc, 'hint =')])) $$,
     'every error has a code, a message and a hint');
 select is_empty(
     $$ select c.code[1] from functions f cross join lateral regexp_matches(obj_description(f.oid, 'pg_proc'), '(PQ\d\d\d)', 'g') as c (code)

@@ -49,7 +49,7 @@ def test_psycopg_raises_the_registered_class_for_each_code(client: Client) -> No
 def test_every_sqlstate_of_the_extension_has_a_class(connection: psycopg.Connection[Any]) -> None:
     sources = connection.execute(
         "select string_agg(prosrc, '') from pg_proc where pronamespace = 'pgqueue'::regnamespace"
-        " and proname like '\\_raise\\_%'"
+        " and proname like '\\_raise%'"
     ).fetchone()
     assert sources
     raised = {word for word in sources[0].split("'") if len(word) == 5 and word.startswith("PQ")}
