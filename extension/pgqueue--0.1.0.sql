@@ -8491,29 +8491,6 @@ $$;
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
-create function pgqueue._confirm_time(at timestamptz) returns timestamptz
-language plpgsql volatile as $$
-declare
-    checked_at timestamptz;
-    confirmed_at timestamptz;
-begin
-    select c.checked_at, c.confirmed_at into checked_at, confirmed_at from pgqueue.archive_clock c;
-    if checked_at is null then
-        insert into pgqueue.archive_clock (checked_at) values (at) on conflict do nothing;
-    elsif at < checked_at then
-        -- The clock has gone back. This reading or the last one is wrong, so neither confirms the other.
-        update pgqueue.archive_clock set checked_at = at;
-    elsif at >= checked_at + interval '1 h' then
-        update pgqueue.archive_clock set checked_at = at, confirmed_at = archive_clock.checked_at
-        returning archive_clock.confirmed_at into confirmed_at;
-    end if;
-    return least(at, coalesce(confirmed_at, '-infinity'));
-end;
-$$;
-comment on function pgqueue._confirm_time(timestamptz) is
-'Returns a time that has passed even if this reading of the clock is wrong: an earlier reading, from which the clock has
-since moved on by an hour; -infinity if there is none yet.';
-
 -- Before this time no archived message has to be kept.
 create function pgqueue._archive_expiry(at timestamptz) returns timestamptz
 language sql stable as $$
@@ -8572,35 +8549,6 @@ begin
 end;
 $$;
 
--- Moves unfiled messages into their days, or deletes them, and returns how many.
-create function pgqueue._file_messages(confirmed_at timestamptz, max_slices int) returns int
-language plpgsql volatile as $$
-declare
-    unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
-    unfiled refcursor;
-    places tid[];
-    filed int := 0;
-begin
-    -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
-    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
-    open unfiled for
-        select f.id, f.ctid as place, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
-        from pgqueue.unfiled_messages f
-        where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
-    for n in 1..max_slices loop
-        places := (pgqueue._fetch_slice(unfiled)).places;
-        exit when places = '{}';
-        with gone as (delete from pgqueue.unfiled_messages u where u.ctid = any (places) returning u.*)
-        insert into pgqueue.archived_messages
-        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-        filed := filed + cardinality(places);
-        exit when not pgqueue._has_time();
-    end loop;
-    close unfiled;
-    return filed;
-end;
-$$;
-
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile set client_min_messages = warning as $$
 declare
@@ -8641,58 +8589,82 @@ language sql volatile as $$ select pgqueue._on_queue_altered_archive(null, q) $$
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues) returns void
 language sql volatile as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
-create function pgqueue._truncate_day(day date) returns void
-language plpgsql volatile as $$
-begin
-    -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
-    -- wait for the lock: other sessions would queue behind a waiting request.
-    execute format(
-        'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
-        pgqueue._day_partition_name(day));
-end;
-$$;
-
 create function pgqueue._is_day_empty(day date) returns boolean
 language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 
-create function pgqueue._truncate_expired_day(at timestamptz) returns void
-language plpgsql volatile as $$
+-- Does what maintain_archive does before it drops days, and a part of that at a commit. The caller holds the lock that
+-- keeps other sessions from doing the same.
+create function pgqueue._maintain_days(at timestamptz, is_commit boolean)
+returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare
-    confirmed_at constant timestamptz := least(at, coalesce((select c.confirmed_at from pgqueue.archive_clock c), '-infinity'));
+    confirmed_at timestamptz;
+    unfiled refcursor;
+    places tid[];
     day date;
 begin
+    return query select d, 'made' from pgqueue._create_missing_days(at) d;
+    -- The confirmed time has passed even if this reading of the clock is wrong: it is an earlier reading, from which
+    -- the clock has since moved on by an hour. If the clock has gone back, neither reading confirms the other.
+    insert into pgqueue.archive_clock as c (checked_at) values (at)
+    on conflict ((true)) do update
+    set checked_at = at, confirmed_at = case when at < c.checked_at then c.confirmed_at else c.checked_at end
+    where at < c.checked_at or at >= c.checked_at + interval '1 h';
+    select least(at, coalesce(c.confirmed_at, '-infinity')) into confirmed_at from pgqueue.archive_clock c;
+
+    -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
+    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
+    open unfiled for
+        select f.id, f.ctid as place, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+        from pgqueue.unfiled_messages f
+        where f.finished_at < pgqueue._archive_expiry(confirmed_at) or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
+    for n in 1..case when is_commit then 2 else 1000000 end loop
+        places := (pgqueue._fetch_slice(unfiled)).places;
+        exit when places = '{}';
+        with gone as (delete from pgqueue.unfiled_messages u where u.ctid = any (places) returning u.*)
+        insert into pgqueue.archived_messages
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
+        if is_commit then
+            perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
+        end if;
+        exit when not pgqueue._has_time();
+    end loop;
+    close unfiled;
+
     -- An older snapshot does not show an archive_for that another transaction has raised since.
+    if is_commit and pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
     perform pgqueue._require_current_snapshot('the archive');
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-    select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
-    if found then
-        perform pgqueue._truncate_day(day);
-    end if;
+    for day in
+        select d from pgqueue._expired_days(confirmed_at) d
+        where not (is_commit and pgqueue._is_day_empty(d)) limit case when is_commit then 1 end
+    loop
+        begin
+            -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not
+            -- blocked. Do not wait for the lock: other sessions would queue behind a waiting request.
+            execute format(
+                'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
+                pgqueue._day_partition_name(day));
+            return next row(day, 'emptied')::pgqueue.archive_change;
+        exception when lock_not_available then
+            return next row(day, 'busy')::pgqueue.archive_change;
+        end;
+    end loop;
 end;
 $$;
 
-create function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
+create function pgqueue._maintain_archive_at_commit(at timestamptz) returns void
 language plpgsql volatile as $$
-declare
-    confirmed_at timestamptz;
 begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
-    confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at, 2) > 0 then
-        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
-    end if;
-    -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
-    if exists (select from pgqueue._expired_days(confirmed_at))
-        or exists (select from pgqueue.archive_promises p where p.ends_at <= confirmed_at)
-    then
-        perform pgqueue._request_at_commit('_truncate_expired_day', at);
-    end if;
-exception when others then
-    -- A lock, a full disk or an event trigger of the user must not fail a claim.
-    null;
+    perform pgqueue._maintain_days(at, true);
 end;
 $$;
+
+-- Until the transaction commits, a truncated day blocks every reader of the whole archive.
+create function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
+language sql volatile as $$ select pgqueue._request_at_commit('_maintain_archive_at_commit', at) $$;
 
 -- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create function pgqueue._drop_days(days date[]) returns setof date
@@ -8702,7 +8674,7 @@ declare
 begin
     -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
     -- hold their locks only briefly.
-    for attempt in 1..1000 loop
+    for attempt in 1..case when days <> '{}' then 1000 else 0 end loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
             foreach day in array days loop
@@ -8721,42 +8693,24 @@ begin
     end loop;
 end;
 $$;
+
 create function pgqueue.maintain_archive() returns setof pgqueue.archive_change
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
 set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
-    confirmed_at timestamptz;
-    day date;
-    emptied date[] := '{}'::date[];
+    changes pgqueue.archive_change[];
     dropped date[];
 begin
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode;
-        return query select d, 'made' from pgqueue._create_missing_days(at) d;
     exception when lock_not_available then
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
-    -- An older snapshot does not show an archive_for that another transaction has raised since.
-    perform pgqueue._require_current_snapshot('the archive');
-    confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._file_messages(confirmed_at, 1000000);
-
-    delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-    for day in select d from pgqueue._expired_days(confirmed_at) d loop
-        begin
-            perform pgqueue._truncate_day(day);
-            emptied := emptied || day;
-        exception when lock_not_available then
-            return next row(day, 'busy')::pgqueue.archive_change;
-        end;
-    end loop;
-    if emptied <> '{}' then
-        dropped := array(select d from pgqueue._drop_days(emptied) as d);
-        return query
-        select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
-    end if;
+    changes := array(select c from pgqueue._maintain_days(at, false) c);
+    dropped := array(select d from pgqueue._drop_days(array(select c.day from unnest(changes) c where c.change = 'emptied')) d);
+    return query select c.day, case when c.day = any (dropped) then 'dropped' else c.change end from unnest(changes) c;
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
@@ -8766,36 +8720,18 @@ older than the longest archive_for of all queues, including queues that were dro
 archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and
 has since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition
 that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
-(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the
-same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
-a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
-another transaction has committed since the snapshot.';
-
-create function pgqueue._is_day_doubled(day date) returns boolean
-language plpgsql volatile as $$
-declare
-    doubled boolean;
-begin
-    -- By its name: a statement on the parent would lock the partitions of all days.
-    execute format(
-        'select exists ('
-        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
-    into doubled;
-    return doubled;
-end;
-$$;
+(emptied), and one that is being read is left alone (busy); the next call tries again. About once an hour a claim or a
+receive does the same when its transaction commits, but empties only one day and drops nothing. Call this once a day
+from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if another
+transaction has committed since the snapshot.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
-    unfiled bigint;
-    is_ahead boolean;
-    overdue bigint;
-    is_empty boolean;
-    doubled date;
+    day date;
+    is_doubled boolean;
 begin
     if q.name is not null then
         return;
@@ -8810,51 +8746,56 @@ begin
     where (w.archive_for is null) <> (to_regclass(pgqueue._archive_marker(w.name)) is null)
     order by w.name;
 
-    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
-    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
-    if unfiled > 0 then
-        return next row('warning', null, 'unfiled_messages',
-            format('%s not yet in a partition of pgqueue.archived_messages%s',
-                case unfiled
-                    when 1 then '1 acknowledged message is'
-                    when 1000 then '1000 or more acknowledged messages are'
-                    else unfiled || ' acknowledged messages are'
-                end,
-                case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
-            case when is_ahead then
-                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
-            else '' end || repair)::pgqueue.finding;
-    end if;
-
-    if exists (select from pgqueue.queues w where w.archive_for is not null)
+    return query
+    select
+        'warning', null, 'unfiled_messages',
+        format('not yet in a partition of pgqueue.archived_messages: %s%s%s', case u.n when 1000 then 'at least ' end,
+            pgqueue._with_number(u.n, 'acknowledged message'),
+            case when u.is_ahead then ', some of them acknowledged while the clock was ahead' end),
+        case when u.is_ahead then
+            format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
+        else '' end || repair
+    from (
+        select count(*) as n, bool_or(c.finished_at > at + interval '1 day') as is_ahead
+        from (select m.finished_at from pgqueue.unfiled_messages m limit 1000) c
+    ) u
+    where u.n > 0
+    union all
+    select
+        'warning', null, 'missing_archive_day',
+        'pgqueue.archived_messages has no partition for today or tomorrow: messages acknowledged on such a day are filed later',
+        repair
+    where exists (select from pgqueue.queues w where w.archive_for is not null)
         and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
-    then
-        return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: messages acknowledged on such a day are filed later',
-            repair)::pgqueue.finding;
-    end if;
-
-    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
-    from pgqueue._expired_days(at) d
-    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 2;
-    if overdue > 0 and not is_empty or overdue > 30 then
-        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('no queue needs %s of the archive any more: %s', pgqueue._with_number(overdue, 'day'),
-                case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
-            repair)::pgqueue.finding;
-    end if;
+    union all
+    select
+        case when o.is_empty then 'info' else 'warning' end, null, 'archive_overdue',
+        format('no queue needs %s of the archive any more: %s', pgqueue._with_number(o.n, 'day'),
+            case when o.is_empty then 'emptied, but not dropped' else 'not removed yet' end),
+        repair
+    from (
+        select count(*) as n, bool_and(pgqueue._is_day_empty(d)) as is_empty
+        from pgqueue._expired_days(at) d
+        where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 2
+    ) o
+    where o.n > case when o.is_empty then 30 else 0 end;
 
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
-    select min(w.d) into doubled
-    from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
-    where pgqueue._is_day_doubled(w.d);
-    if doubled is not null then
+    for day in select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10 loop
+        -- By its name: a statement on the parent would lock the partitions of all days.
+        execute format(
+            'select exists ('
+            'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+            ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+        into is_doubled;
+        continue when not is_doubled;
         return next row('warning', null, 'doubled_archive',
-            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', day),
             'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
             ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
             ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
-    end if;
+        return;
+    end loop;
 end;
 $$;
 

@@ -149,8 +149,9 @@ select pgqueue.drop_queue('archive_behind') \g /dev/null
 select ok((select p.ends_at >= pgqueue._now() + interval '42 days' from pgqueue.archive_promises p where p.queue_name = 'archive_behind'), 'a queue that is dropped while the clock is behind keeps its archive for its whole time');
 delete from pgqueue.archive_clock;
 update pgqueue.archive_promises p set ends_at = pgqueue._now() where p.queue_name = 'archive_behind';
-select pgqueue._truncate_expired_day(pgqueue._now() + interval '1 year') \g /dev/null
+select count(*) from pgqueue.maintain_archive() \g /dev/null
 select is((select count(*) from pgqueue.archive_promises p where p.queue_name = 'archive_behind'), 1::bigint, 'no promise is deleted before a time is confirmed');
+delete from pgqueue.archive_clock;
 insert into pgqueue.archive_clock select (jsonb_populate_record(null::pgqueue.archive_clock, :'clock'::jsonb)).*;
 
 -- Bounds of archive_for.
@@ -292,8 +293,8 @@ select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'a message
 drop event trigger pgqueue_test_forbid;
 select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
-select count(*) as claimed from pgqueue.claim('archive_hindered') \gset
-select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages an hour after maintenance failed');
+select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages at its commit an hour after maintenance failed');
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
 
 -- A view depends on a day table.
@@ -316,6 +317,7 @@ select is(pg_temp.drops('2031-01-10 12:10:00+00'), '{}'::text[], 'maintain_archi
 select is(pg_temp.drops('2031-01-10 13:10:00+00'), '{}'::text[], 'maintain_archive drops no day that is still needed after the clock has moved on');
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), 1::bigint, 'a clock that was ahead removes no archived message');
 select set_config('test.now', '2031-01-08 12:00:00+00', true) is not null as set, pg_temp.acks_one('archive_clock') as acked \gset
+select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
 select is((select max(a.finished_at) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), '2031-01-10 12:10:00+00', 'a message acknowledged by a clock that is behind gets the confirmed time as finished_at');
 select pgqueue.enqueue('archive_clock', '1') is not null as sent, pg_temp.pass('1 s') is not null as passed \gset
 select count(*) as received from pgqueue.receive('archive_clock') \gset
