@@ -6594,8 +6594,28 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. It reads all messages in flight, about 2 s for a million, and a statement_timeout
 that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
+-- Opens a cursor over dead letters for _fetch_slice, lowest id first, with ids only over those. It locks what it reads.
+create function pgqueue._open_dead_letters(queue_name text, ids bigint[], wanted int, waits boolean)
+returns refcursor
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+    dead refcursor;
+begin
+    open dead for execute
+        'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
+        ' from pgqueue.dead_messages d'
+        || case
+            when ids is null then ' where d.queue_name = $1 and d.id >= pgqueue._first_id_of($1)'
+            else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
+        end
+        || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
+    using queue_name, ids, wanted;
+    return dead;
+end;
+$$;
+
 -- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
-create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues) returns int
+create function pgqueue._send_dead_letters(places tid[], target pgqueue.queues) returns int
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6603,10 +6623,7 @@ declare
 begin
     -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
     with gone as (
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(_send_dead_letters.queue_name, ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, _send_dead_letters.queue_name, k.names, k.ids, k.id)
-        returning d.*
+        delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
     )
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
@@ -6618,58 +6635,13 @@ begin
         pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
             'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
         g.last_error, g.transport_headers, target.kind
-    from gone g;
+    from gone g
+    order by g.id;
     get diagnostics n = row_count;
     if pgqueue._count('enqueued', target.name, n) > 0 then
         perform pgqueue._wake_if_waiting(target, at);
     end if;
     return n;
-end;
-$$;
-
--- The caller has locked the dead letters.
-create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz) returns void
-language plpgsql volatile as $$
-declare
-    is_grouped constant boolean := q.group_limit is not null;
-begin
-    with revived as (
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-        returning d.*
-    ),
-    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-    -- Otherwise a claim between the redrive and their due time could take their successors.
-    moved as (
-        insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
-            claimed_by, last_error, transport_headers, kind
-        )
-        select
-            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
-            r.claimed_by, r.last_error, r.transport_headers, q.kind
-        from revived r
-        where is_grouped
-        returning messages.id
-    ),
-    recorded as (
-        insert into pgqueue.requeued_messages (queue_name, check_at, id)
-        select q.name, (select pgqueue._now()), m.id from moved m
-    )
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    select
-        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-        -- would scan the dead index entries of all messages already taken.
-        r.id, r.queue_name,
-        pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
-        r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
-        r.transport_headers
-    from revived r
-    where not is_grouped;
 end;
 $$;
 
@@ -6685,10 +6657,12 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     target pgqueue.queues;
+    is_grouped constant boolean := q.group_limit is not null;
     dead refcursor;
-    slice_ids bigint[];
+    places tid[];
     slice_at timestamptz;
     first_due_at timestamptz;
+    n int;
     redriven int := 0;
 begin
     if max_messages is null or max_messages < 1 then
@@ -6701,31 +6675,54 @@ begin
         when ids is null then pgqueue._remove_found_spent_messages(q, at, max_messages)
         else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
     end;
-    if ids is null then
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d
-            where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
-            order by d.id limit max_messages for update skip locked;
-    else
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            order by d.id limit max_messages for update of d skip locked;
-    end if;
+    dead := pgqueue._open_dead_letters(q.name, ids, max_messages, false);
     loop
-        -- Before PostgreSQL 17, an id that the caller has given twice is found twice.
-        slice_ids := pgqueue._array_except((pgqueue._fetch_slice(dead)).ids, '{}');
-        exit when slice_ids = '{}';
+        places := (pgqueue._fetch_slice(dead)).places;
+        exit when places = '{}';
         if target.name is not null then
-            redriven := redriven + pgqueue._send_dead_letters(q.name, slice_ids, target);
+            n := pgqueue._send_dead_letters(places, target);
         else
             slice_at := pgqueue._now();
-            perform pgqueue._redrive_slice(q, slice_ids, slice_at);
-            first_due_at := coalesce(first_due_at, slice_at - (cardinality(slice_ids) - 1) * interval '1 microsecond');
-            redriven := redriven + cardinality(slice_ids);
+            with revived as (
+                delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
+            ),
+            -- In a queue with groups the messages become ready in the transaction in which they stop being dead
+            -- letters. Otherwise a claim between the redrive and their due time could take their successors.
+            moved as (
+                insert into pgqueue.messages (
+                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body,
+                    headers, claimed_by, last_error, transport_headers, kind
+                )
+                select
+                    r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body,
+                    r.headers, r.claimed_by, r.last_error, r.transport_headers, q.kind
+                from revived r
+                where is_grouped
+                returning messages.id
+            ),
+            recorded as (
+                insert into pgqueue.requeued_messages (queue_name, check_at, id)
+                select q.name, (select pgqueue._now()), m.id from moved m
+            ),
+            delayed as (
+                insert into pgqueue.scheduled_messages (
+                    id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+                    payload, body, headers, claimed_by, last_error, transport_headers
+                )
+                select
+                    -- Each message gets a due time of its own. Claims continue at the last due time: with equal times
+                    -- they would scan the dead index entries of all messages already taken.
+                    r.id, r.queue_name,
+                    pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+                    r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
+                    r.last_error, r.transport_headers
+                from revived r
+                where not is_grouped
+            )
+            select count(*) into n from revived;
+            first_due_at := coalesce(first_due_at, slice_at - (n - 1) * interval '1 microsecond');
         end if;
+        redriven := redriven + n;
         exit when not pgqueue._has_time();
     end loop;
     close dead;
@@ -6751,7 +6748,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
     dead refcursor;
-    slice_ids bigint[];
+    places tid[];
     n int;
     purged bigint := 0;
 begin
@@ -6772,26 +6769,11 @@ begin
             else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
         end;
     end if;
-    if ids is null then
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d
-            where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
-            order by d.id for update;
-    else
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-            order by d.id for update of d;
-    end if;
+    dead := pgqueue._open_dead_letters(queue_name, ids, null, true);
     loop
-        slice_ids := (pgqueue._fetch_slice(dead)).ids;
-        exit when slice_ids = '{}';
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", slice_ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+        places := (pgqueue._fetch_slice(dead)).places;
+        exit when places = '{}';
+        delete from pgqueue.dead_messages d where d.ctid = any (places);
         get diagnostics n = row_count;
         purged := purged + n;
         exit when not pgqueue._has_time();
@@ -8465,19 +8447,18 @@ language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;
-    slice_ids bigint[];
+    places tid[];
     slices_left int := 8;
 begin
     for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d
-            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name)
-            order by d.id limit 1000 for update skip locked;
+        continue when not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
+        dead := pgqueue._open_dead_letters(source.name, null, 1000, false);
         while slices_left > 0 and pgqueue._has_time() loop
-            slice_ids := (pgqueue._fetch_slice(dead)).ids;
-            exit when slice_ids = '{}';
-            perform pgqueue._send_dead_letters(source.name, slice_ids, q);
+            places := (pgqueue._fetch_slice(dead)).places;
+            exit when places = '{}';
+            perform pgqueue._send_dead_letters(places, q);
             slices_left := slices_left - 1;
         end loop;
         close dead;

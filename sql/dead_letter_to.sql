@@ -42,19 +42,18 @@ language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;
-    slice_ids bigint[];
+    places tid[];
     slices_left int := 8;
 begin
     for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
-        open dead for
-            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
-            from pgqueue.dead_messages d
-            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name)
-            order by d.id limit 1000 for update skip locked;
+        continue when not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
+        dead := pgqueue._open_dead_letters(source.name, null, 1000, false);
         while slices_left > 0 and pgqueue._has_time() loop
-            slice_ids := (pgqueue._fetch_slice(dead)).ids;
-            exit when slice_ids = '{}';
-            perform pgqueue._send_dead_letters(source.name, slice_ids, q);
+            places := (pgqueue._fetch_slice(dead)).places;
+            exit when places = '{}';
+            perform pgqueue._send_dead_letters(places, q);
             slices_left := slices_left - 1;
         end loop;
         close dead;
