@@ -137,9 +137,6 @@ def _row_maker(row: Any) -> Callable[[Sequence[Any]], Any]:
     return make
 
 
-_make_message: Callable[[Sequence[Any]], Message] = _row_maker(Message)
-
-
 def with_json_as_text(call: Bound[Any], dumps: Callable[[Any], str | bytes]) -> list[Any]:
     """The values of a statement, with the text of JSON in its place. Raises what `dumps` raises."""
 
@@ -499,18 +496,6 @@ def reset_session(user: str, login: str, role: str, settings: str, *kept: bool) 
     return text + b"".join([reset for reset, keeps in zip(_RESETS, kept, strict=True) if not keeps])
 
 
-def acknowledge_and_claim(
-    queue_name: str, ids: list[int], token: UUID | None, wanted: int, visibility_timeout: timedelta, claimed_by: str
-) -> Bound[Message | int]:
-    """Acknowledge messages of one claim and claim others: returns the ids whose claims were lost, then messages."""
-    call = exchange(queue_name, ids, token, wanted, visibility_timeout, claimed_by)
-    return Bound(call.text, call.values, _message_or_lost_id)
-
-
-def _message_or_lost_id(_cursor: Any) -> Callable[[Sequence[Any]], Message | int]:
-    return lambda values: int(values[0]) if values[-1] else _make_message(values[:-1])
-
-
 NO_COMMIT_WAIT = b"set synchronous_commit = off"
 
 
@@ -536,18 +521,11 @@ def with_lock_timeout(call: Bound[T], milliseconds: int) -> Bound[T]:
 
 
 @lru_cache(maxsize=256)
-def begin_and_claim(
-    begin: bytes, queue_name: str, max_messages: int, claimed_by: str, name: bytes | None, is_prepared: bool
-) -> Bound[Message]:
-    """Begin a transaction, claim in it and set a savepoint, in one round trip.
-
-    With a `name` the claim is a prepared statement of this name, prepared first unless `is_prepared`.
-    """
+def begin_and_claim(begin: bytes, queue_name: str, max_messages: int, claimed_by: str) -> Bound[Message]:
+    """Begin a transaction, claim in it and set a savepoint, in one round trip."""
     call = claim(queue_name, max_messages, None, claimed_by)
     text = call.text % tuple([sql.quote(value).encode() for value in call.values])
-    execute = text if name is None else b"execute " + name
-    prepare = b"" if name is None or is_prepared else b"prepare " + name + b" as " + text + b"; "
-    return Bound(prepare + begin + b"; " + execute + b"; " + SAVEPOINT, [], call.row)
+    return Bound(begin + b"; " + text + b"; " + SAVEPOINT, [], call.row)
 
 
 def ack_all_or_fail(queue_name: str, ids: list[int], token: UUID | None) -> bytes:

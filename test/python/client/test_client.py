@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import msgspec
 import psycopg
@@ -105,31 +105,6 @@ def test_json_that_python_cannot_read_does_not_lose_a_claim(client: Client, queu
     assert (received.id, received.payload.text) == (sent, large.text)
 
 
-@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
-def test_a_failing_json_loads_does_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
-    client.connection.execute(f"set datestyle = '{style}'")
-    queue.enqueue({"a": 1}, headers={})
-    (message,) = client.queue(queue.name, json_loads={b"{}": "known"}.__getitem__).claim()
-    assert (message.payload.text, type(message.payload.error), message.headers) == ('{"a": 1}', KeyError, "known")
-
-
-def test_claims_of_different_tokens_are_settled_in_one_call(queue: Any) -> None:
-    ids = queue.enqueue_batch([1, 2, 3])
-    claimed = {message.id: message.claim_token for _ in ids for message in queue.claim()}
-    tokens = [claimed[ids[0]], NOWHERE, claimed[ids[2]]]
-    settled = [pgqueue.SettledClaim(each, each != ids[1]) for each in ids]
-    assert queue.extend_claims(ids, iter(tokens), timedelta(minutes=1)) == settled
-    assert queue.nack_claims(ids, tokens, timedelta(0), "it broke", {"n": 1}) == settled
-    again = {message.id: message for message in queue.claim(3)}
-    assert [(again[each].last_error, again[each].headers) for each in (ids[0], ids[2])] == [("it broke", {"n": 1})] * 2
-    assert queue.release_claims(ids, [NOWHERE, NOWHERE, again[ids[2]].claim_token]) == [
-        pgqueue.SettledClaim(each, each == ids[2]) for each in ids
-    ]
-    assert all(each.settled for each in queue.ack_claims(ids[:2], [again[ids[0]].claim_token, claimed[ids[1]]]))
-    with pytest.raises(pgqueue.InvalidArgument, match=r"^invalid claim_tokens: '\{\}'"):
-        queue.ack_claims(ids, [])
-
-
 # The adapters of the connection
 
 
@@ -207,43 +182,6 @@ def test_json_is_read_and_written_by_functions_of_the_user(client: Client, order
 
 
 # Messages
-
-
-def test_a_message_has_every_field(queue: Any) -> None:
-    message_id = uuid4()
-    sent = queue.enqueue({"a": 1}, headers={"b": 2}, expires_in=timedelta(hours=1), message_id=message_id)
-    (message,) = queue.claim(visibility_timeout=timedelta(minutes=5), claimed_by="somebody")
-    assert isinstance(message, pgqueue.Message)
-    assert (message.id, message.queue_name) == (sent, queue.name)
-    assert (message.payload, message.headers) == ({"a": 1}, {"b": 2})
-    assert (message.message_id, message.attempt_count, message.max_attempts) == (message_id, 1, 5)
-    assert message.enqueued_at.utcoffset() is not None
-    assert message.visible_at is not None
-    assert message.expires_at is not None
-    assert message.visible_at - message.enqueued_at > timedelta(minutes=5)
-    assert message.expires_at - message.enqueued_at == timedelta(hours=1)
-    assert (message.claimed_by, message.last_error) == ("somebody", None)
-    assert isinstance(message.claim_token, UUID)
-
-
-def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
-    ids = queue.enqueue_batch(
-        (number for number in range(3)),
-        headers=[{"n": 0}, None, {"n": 2}],
-        message_ids=(uuid4(), None, None),
-        delays=[None, timedelta(hours=1), None],
-        expires_in=timedelta(hours=2),
-    )
-    assert ids == sorted(ids)
-    messages = queue.claim(10)
-    assert [(message.id, message.payload, message.headers) for message in messages] == [
-        (ids[0], 0, {"n": 0}),
-        (ids[2], 2, {"n": 2}),
-    ]
-    (delayed,) = queue.browse("scheduled")
-    assert delayed.id == ids[1]
-    assert delayed.visible_at - delayed.enqueued_at >= timedelta(hours=1)
-    assert queue.enqueue_batch([]) == []
 
 
 # The database

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -96,16 +95,6 @@ def test_a_killed_keeper_and_a_killed_server_are_replaced(home: Path) -> None:
     assert another != keeper
     os.kill(postmaster(home), signal.SIGKILL)
     assert command(home, "stats", "--json").records[0]["ready_messages"] == 1
-
-
-def test_a_server_that_died_by_itself_can_be_started_again() -> None:
-    with EmbeddedServer() as server:
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: server.pid is None)
-        server.start()
-        with psycopg.connect(server.dsn) as connection:
-            assert connection.execute("select 1").fetchone() == (1,)
 
 
 def is_waited_for(file: Path) -> bool:
@@ -287,26 +276,6 @@ def test_root_can_keep_data_where_only_root_may_enter(tmp_path: Path, denied: Ca
         EmbeddedServer(data_dir=data, durable=False).start()
 
 
-@ROOT_ONLY
-@pytest.mark.long(part="engine")
-def test_root_can_keep_programs_where_only_root_may_enter(tmp_path: Path, denied: Callable[[str], None]) -> None:
-    installed = REAL_PROGRAMS.parents[1]
-    (tmp_path / "closed").mkdir(mode=0o700)
-    programs = shutil.copytree(installed, tmp_path / "closed" / installed.name, symlinks=True) / "pginstall/bin"
-    shutil.copytree(f"{installed}.libs", tmp_path / "closed" / f"{installed.name}.libs")
-    denied("unshare")
-    with EmbeddedServer(bindir=programs, durable=False) as server, psycopg.connect(server.dsn) as connection:
-        connection.execute("create extension pgqueue")
-    for older in Path(__file__).parents[3].glob(".cache/postgres/node_modules/pg15/native/bin"):
-        owner = (older / "postgres").stat().st_uid
-        with EmbeddedServer(bindir=older, durable=False) as server, psycopg.connect(server.dsn) as connection:
-            connection.execute("create extension pgqueue")
-        assert (older / "postgres").stat().st_uid == owner
-    denied("setpriv")
-    with EmbeddedServer(bindir=programs, durable=False) as server, psycopg.connect(server.dsn) as connection:
-        assert connection.execute("select 1").fetchone() == (1,)
-
-
 def test_a_user_id_without_an_account_is_named_where_user_namespaces_are_denied(
     denied: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,22 +410,6 @@ def test_a_start_continues_after_its_callers_were_killed(home: Path, quick_initd
     done = command(home, "create", "orders")
     assert done.status == 0, done.err
     assert keepers(home) == [keeper]
-
-
-def test_a_full_disk_is_reported_and_leaves_no_partial_cluster(short: Path) -> None:
-    code = (
-        "import resource, sys; from pgqueue.embedded import EmbeddedServer\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-        "EmbeddedServer(data_dir=sys.argv[1], bindir=sys.argv[2]).start()"
-    )
-    words = [sys.executable, "-c", code, str(short / "data"), str(REAL_PROGRAMS)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(TMPDIR=str(short)))
-    assert done.returncode == 1
-    assert "EmbeddedServerError: initdb failed:\n" in done.stderr
-    assert "File too large" in done.stderr
-    assert [path.name for path in short.iterdir()] == ["data"]
-    with EmbeddedServer(data_dir=short / "data") as server, psycopg.connect(server.dsn) as connection:
-        connection.execute("alter extension pgqueue update")
 
 
 @pytest.mark.parametrize(

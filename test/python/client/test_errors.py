@@ -98,16 +98,6 @@ def test_an_unknown_queue_raises_queue_not_found(client: Client) -> None:
     assert (type(copy), copy.sqlstate) == (pgqueue.QueueNotFound, "PQ001")
 
 
-def test_a_lock_conflict_raises_queue_busy(queue: Any, connection: psycopg.Connection[Any], client: Client) -> None:
-    dedicated = client.queue(f"{queue.name}-dedicated")
-    with connection.transaction():
-        connection.execute("lock table pgqueue.messages in share mode")
-        with pytest.raises(pgqueue.QueueBusy):
-            dedicated.create_queue(dedicated=True)
-    with pytest.raises(pgqueue.QueueNotFound):
-        dedicated.get_queue()
-
-
 @pytest.fixture
 def bare(empty_database: NewDatabase, runner: asyncio.Runner) -> Iterator[Client]:
     """The client in a database without pgqueue."""

@@ -170,20 +170,6 @@ def test_what_middleware_raises_fails_the_attempt_and_its_context_is_that_of_the
     assert case.is_empty()
 
 
-@each_of(PLAIN)
-def test_middleware_gets_a_batch_as_the_handler_does(case: Case) -> None:
-    case.prepare().enqueue_batch([1, 2])
-    sizes: list[int] = []
-
-    async def surround(work: list[pgqueue.Delivery], call_next: Any) -> None:
-        sizes.append(len(work))
-        await call_next()
-
-    with case.consuming(middleware=[middleware(case.form, surround)], batch_size=5) as run:
-        wait_for(lambda: run.consumer.stats.succeeded == 2)
-    assert sizes == [2]
-
-
 @each_of(CROSSED)
 def test_code_below_a_handler_or_a_policy_can_ask_for_the_delivery(case: Case) -> None:
     case.prepare(max_attempts=1).enqueue_batch([1, 2])

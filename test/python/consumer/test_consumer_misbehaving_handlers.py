@@ -23,7 +23,6 @@ from consumers import (
     Form,
     Source,
     Step,
-    beside,
     each_of,
     extend_often,
     failing,
@@ -35,7 +34,6 @@ from consumers import (
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
-from pgqueue.consumer.transactions import settlement
 
 Connection = psycopg.Connection[Any]
 
@@ -133,56 +131,6 @@ def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(case: Case)
     assert run.returned == ["good"]
 
 
-@each_of(CROSSED[1:])
-def test_a_connection_that_was_set_read_only_is_not_used_again(case: Case) -> None:
-    queue = case.prepare(max_attempts=1)
-    queue.enqueue_batch([0, 1, 2])
-
-    async def work(step: Step) -> None:
-        await step.execute("set default_transaction_read_only = on")
-
-    with case.consuming(work, concurrency=1) as run:
-        wait_for(case.is_empty)
-    assert run.returned == [0, 1, 2]
-    assert (run.consumer.stats.succeeded, run.circuits) == (3, [])
-
-
-@each_of(MIXED[1:2])
-def test_a_slow_commit_does_not_cost_other_messages_their_claims(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    extend_often(monkeypatch)
-    queue = case.prepare()
-    case.execute(f'create table "{case.name}" (n int)')
-    case.execute(
-        f'create function "{case.name}"() returns trigger language plpgsql as $$'
-        f" begin perform pg_advisory_xact_lock(hashtext('{case.name}')); return null; end $$"
-    )
-    case.execute(
-        f'create constraint trigger slow after insert on "{case.name}" deferrable initially deferred'
-        f' for each row execute function "{case.name}"()'
-    )
-    go_on = threading.Event()
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "slow":
-            await step.execute(f'insert into "{case.name}" values (1)')
-        else:
-            await step.until(go_on.is_set)
-
-    waiting = "select from pg_stat_activity where application_name = %s and wait_event = 'advisory'"
-    with connect(case.database) as holder, case.consuming(work, concurrency=3) as run:
-        holder.execute("select pg_advisory_lock(hashtext(%s))", [case.name])
-        queue.enqueue_batch(["slow", "beside"])
-        wait_for(lambda: case.rows(waiting, case.name))
-        extended = run.consumer.stats.extended
-        wait_for(lambda: run.consumer.stats.extended > extended + 2)
-        holder.execute("select pg_advisory_unlock_all()")
-        wait_for(lambda: run.consumer.stats.succeeded)
-        go_on.set()
-        wait_for(case.is_empty)
-    assert run.attempts == [1, 1]
-    assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (2, 0)
-
-
 @each_of([form for form in FORMS if form.is_async])
 @pytest.mark.parametrize("awaits", [True, False])
 def test_a_task_that_its_handler_cancels_fails_alone(
@@ -260,26 +208,6 @@ def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
         pass
 
 
-@together(PLAIN)
-def test_a_stop_while_connecting_fails_waits_for_handlers(case: Case) -> None:
-    case.prepare(visibility_timeout=LONG).enqueue(1)
-    source = Source(case.database, KeyError)
-    go_on = threading.Event()
-
-    with case.form.consuming(source, case.name, until(go_on.is_set), listen=False) as run:
-        wait_for(lambda: run.running)
-        source.is_broken = True
-        stop = run.stopping()
-        wait_for(lambda: waits_for_handlers(run))
-        assert not stop.done()
-        go_on.set()
-        wait_for(lambda: source.refused)
-        source.is_broken = False
-        stop.result(PATIENCE)
-    assert run.returned == [1]
-    assert case.is_empty()
-
-
 def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool]) -> list[str]:
     """Let threads of certain names not start; returns the list of those that were refused."""
     begin = threading.Thread.start
@@ -311,21 +239,6 @@ def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     assert run.attempts == [1, 1, 1]
     assert (run.criticals, run.circuits) == ([], ["armed", "closed"])
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed, run.consumer.stats.lost) == (3, 0, 0)
-
-
-def test_a_consumer_that_cannot_start_its_thread_raises_and_can_be_started_later(
-    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(connection, name).enqueue(1)
-    consumer = pgqueue.Consumer(database, name, lambda _: None)
-
-    with monkeypatch.context() as exhausted:
-        refuse_threads(exhausted, lambda _: True)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            consumer.start()
-    beside(consumer.stop).result(PATIENCE)
-    with consumer:
-        wait_for(lambda: is_empty(connection, name))
 
 
 FORKED = """
@@ -387,49 +300,6 @@ def test_a_deep_payload_is_delivered_and_one_that_cannot_be_read_is_rejected_wit
     dead = queue.browse_dead_messages()
     assert [(one.reason, (one.last_error or "")[:14]) for one in dead] == [("rejected", "RecursionError")] * 2
     assert (len(run.calls), run.consumer.stats.succeeded) == (1, 1)
-
-
-@each_of(CROSSED[:2])
-def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extend_often(monkeypatch)
-    queue = case.prepare(visibility_timeout=LONG)
-    queue.enqueue_batch(["bad", "runs"])
-    go_on = threading.Event()
-
-    def mistaken(runtime: Any, held: Any, error: BaseException, seconds: float | None) -> Any:
-        if held.message.attempt_count == 1:
-            raise ZeroDivisionError("a mistake of ours")
-        return settlement(runtime, held, error, seconds)
-
-    monkeypatch.setattr("pgqueue.consumer.handlers.settlement", mistaken)
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "runs":
-            await step.until(go_on.is_set)
-        elif step.attempt < 3:
-            raise ValueError("broken")
-
-    def before_next_extension() -> pgqueue.Message:
-        bad, runs = queue.browse("inflight")
-        wait_for(lambda: queue.browse("inflight")[1].visible_at > runs.visible_at)
-        return bad
-
-    with case.consuming(work, concurrency=2) as run:
-        wait_for(lambda: run.criticals)
-        # An extension of both can have begun before the mistake. Those that begin after it extend only the second.
-        before_next_extension()
-        bad = before_next_extension()
-        assert queue.browse("inflight")[0].visible_at == bad.visible_at
-        # Its time is over.
-        case.execute("update pgqueue.messages set visible_at = now() where id = %s", (bad.id,))
-        wait_for(lambda: len(queue.browse("inflight")) == 1 and queue.peek() == 0)
-        go_on.set()
-        wait_for(case.is_empty)
-    assert [call.attempt for call in run.calls if call.message.payload == "bad"] == [1, 2, 3]
-    [(error, text)] = run.criticals
-    assert (str(error), "left to be delivered again" in text) == ("a mistake of ours", True)
 
 
 # Limits that change

@@ -20,7 +20,6 @@ from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from pgqueue import AsyncConsumer, Consumer, _calls
-from pgqueue._tasks import end_tasks, within
 from pgqueue.consumer import claims
 from pgqueue.consumer.polling import Poller
 from pgqueue.consumer.timings import timings
@@ -218,45 +217,6 @@ def test_one_consumer_runs_once_at_a_time(case: Case) -> None:
         run.start()
 
 
-def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
-    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = prepare(connection, name)
-    consumer = Consumer(database, name, lambda _: None)
-    consumer.start()
-    end = consumer._end
-
-    def late(force: bool, timeout: timedelta | None) -> None:
-        """Somebody else is first."""
-        end(force, timeout)
-        assert consumer._ended.result(PATIENCE) is None
-        end(force, timeout)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(consumer, "_end", late)
-        beside(consumer.stop).result(PATIENCE)
-    queue.enqueue(1)
-    with consumer:
-        wait_for(lambda: is_empty(connection, name))
-
-
-def test_stop_raises_the_error_that_ended_the_consumer(
-    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL, "pgqueue.consumer")
-    prepare(connection, name)
-
-    async def fail(self: Any, pumping: Any) -> None:  # noqa: ARG001
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr(Poller, "_end", fail)
-    consumer = Consumer(database, name, lambda _: None)
-    consumer.start()
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
-        consumer.stop()
-    consumer.stop()
-
-
 class Deaf:
     """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
 
@@ -272,32 +232,6 @@ class Deaf:
             await asyncio.Event().wait()
         self.dropped += 1
         await asyncio.Event().wait()
-
-
-async def test_a_task_that_takes_too_long_is_cancelled_until_it_has_ended() -> None:
-    async def fails() -> None:
-        raise psycopg.OperationalError
-
-    deaf = Deaf()
-    async with asyncio.timeout(PATIENCE):
-        with pytest.raises(TimeoutError):
-            await within(0.01, deaf())
-    assert deaf.dropped == 1
-    assert await within(PATIENCE, asyncio.sleep(0, "in time")) == "in time"
-    with pytest.raises(psycopg.OperationalError):
-        await within(PATIENCE, fails())
-
-
-async def test_cancelling_a_waiter_cancels_the_work_that_it_waits_for() -> None:
-    deaf = Deaf()
-    waiting = asyncio.create_task(within(PATIENCE, deaf()))
-    await deaf.begun.wait()
-    async with asyncio.timeout(PATIENCE):
-        await end_tasks([waiting])
-    assert waiting.cancelled()
-    assert deaf.task is not None
-    await asyncio.wait([deaf.task], timeout=PATIENCE)
-    assert deaf.task.cancelled()
 
 
 @pytest.mark.parametrize("statement", ["find", "release", "flush"])

@@ -235,38 +235,6 @@ def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(cas
         case.execute(f'drop function if exists "{case.name}" cascade')
 
 
-# Prepared claims
-
-
-@pytest.mark.parametrize(
-    ("form", "threshold", "deallocates"),
-    [(SYNC_RECEIVE, None, False), (ASYNC_RECEIVE, 5, False), (ASYNC_RECEIVE, 5, True)],
-    ids=str,
-)
-def test_the_claim_is_prepared_once_where_that_is_allowed_and_may_be_deallocated(
-    case: Case, threshold: int | None, deallocates: bool
-) -> None:
-    case.prepare().enqueue_batch(list(range(5)))
-    prepared: list[int] = []
-    backends: set[int] = set()
-
-    def connected() -> Any:
-        return psycopg.connect(case.database, prepare_threshold=threshold)
-
-    async def work(step: Step) -> None:
-        statement = "select count(*) from pg_prepared_statements where statement like '%%pgqueue.claim%%' and from_sql"
-        prepared.append((await step.execute(statement))[0][0])
-        backends.add(step.connection.info.backend_pid)
-        if deallocates:
-            await step.execute("deallocate all")
-
-    with case.form.consuming(connected, case.name, work, concurrency=1) as run:
-        wait_for(case.is_empty)
-    assert prepared == [0 if threshold is None else 1] * 5
-    assert run.attempts == [1] * 5
-    assert (len(backends), run.circuits) == (1, [])
-
-
 # Rows that are locked
 
 
@@ -351,28 +319,6 @@ def test_a_locked_message_keeps_no_other_from_being_settled(case: Case, end: str
     assert sorted(run.attempts) == [1] * 4 + [2] * (4 if end == "retried" else 0)
     stats = run.consumer.stats
     assert (stats.succeeded, stats.lost, run.criticals, run.circuits) == (4, 0, [], [])
-
-
-@each_of([OTHER_PAIR[0]])
-def test_a_locked_message_keeps_no_other_from_being_given_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timings, "lock_search", PATIENCE)  # a second can be too short to find it
-    queue = case.prepare(visibility_timeout=LONG)
-    ids = queue.enqueue_batch([0, 1, 2, 3, 4])
-    go_on = threading.Event()
-
-    with (
-        case.consuming(until(go_on.is_set), concurrency=1, prefetch=4) as run,
-        connect(case.database) as session,
-    ):
-        wait_for(lambda: run.consumer.stats.prefetched == 4)
-        with session.transaction():
-            lock(session, ids[2])
-            stop = run.stopping()
-            wait_for(lambda: run.consumer.stats.released == 3)
-        go_on.set()
-        stop.result(PATIENCE)
-    assert run.returned == [0]
-    assert case.attempts() == [0] * 4
 
 
 @each_of([SYNC_LEASE])

@@ -16,9 +16,8 @@ from psycopg.rows import scalar_row
 
 from pgqueue import Consumer, SettledClaim, testing
 from pgqueue._calls import Bound
-from pgqueue.consumer import claims, handlers
+from pgqueue.consumer import handlers
 from pgqueue.consumer.claims import Claims, Extension
-from pgqueue.consumer.connections import ConnectionFactory, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
 from pgqueue.consumer.polling import Poller
 from pgqueue.consumer.runtime import Runtime
@@ -67,35 +66,16 @@ def test_one_handler_runs_while_the_circuit_is_open() -> None:
     assert (circuit(parts), parts.limit) == ("closed", 4)
 
 
-@pytest.mark.parametrize("kind", ["work", "claim", "settle"])
-def test_a_conflict_does_not_count_as_trouble(kind: str) -> None:
-    parts = runtime()
-    for error in (psycopg.errors.SerializationFailure(), psycopg.errors.DeadlockDetected()):
-        parts.failed(kind, error)
-    assert circuit(parts) == "closed"
-    parts.failed(kind, psycopg.OperationalError("down"))
-    assert circuit(parts) == "armed"
-
-
 async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = runtime(database)
     question = asked(b"select 1")
+    monkeypatch.setattr(timings, "first_pause", 3600.0)
+    monkeypatch.setattr(timings, "armed_pause", 3600.0)
     try:
         async with asyncio.timeout(PATIENCE):
-            for pause in (parts.pause_after_failure, partial(parts.execute_shared, parts.settling, question)):
-                parts.breaker.succeeded("connection")
-                started = time.monotonic()
-                parts.failed("claim", psycopg.OperationalError("down"))
-                await pause()
-                assert time.monotonic() - started >= 0.05 * 0.75
-            parts.breaker.succeeded("connection")
-            monkeypatch.setattr(timings, "first_pause", 3600.0)
-            monkeypatch.setattr(timings, "armed_pause", 3600.0)
             # Trouble of the workers does not delay connections that extend claims.
-            await parts.settling.close()
-            parts.settling = SharedConnection(parts.connections)
             parts.failed("work", OSError("can't start new thread"))
             assert await parts.execute_shared(parts.settling, question) == [1]
             parts.failed("settle", psycopg.OperationalError("down"))
@@ -145,23 +125,6 @@ async def test_only_claims_use_asynchronous_commit_and_not_on_a_pooled_connectio
         await parts.close()
 
 
-async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database: str) -> None:
-    link = SharedConnection(ConnectionFactory(database, "test"))
-    try:
-        opened = await link.open()
-        [first] = await link.run(opened, asked(b"select pg_backend_pid()"))
-        usual, link.deadline = link.deadline, 0.2
-        assert await link.take() is opened
-        with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.2 s"):
-            await link.run(opened, asked(b"select pg_sleep(60)"))
-        link.deadline = usual
-        assert await link.take() is None
-        [second] = await link.run(await link.open(), asked(b"select pg_backend_pid()"))
-        assert first != second
-    finally:
-        await link.close()
-
-
 # Settlements
 
 
@@ -178,7 +141,7 @@ class Desk:
         parts = runtime(mode=mode, on_critical=lambda _, text: self.criticals.append(text), observe=self._observe)
 
         async def run(call: Bound[Any], kind: str) -> Any:
-            assert kind == ("claim" if b"pgqueue.claim(" in call.text else "settle")
+            assert kind == "settle"
             kind = next(kind for kind in answers if kind.encode() in call.text)
             self.asked.append(kind)
             answer = answers[kind][: self.asked.count(kind)][-1]
@@ -277,62 +240,40 @@ async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
     assert desk.claims.is_settled
 
 
-async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
-    desk = Desk(first=[LOST, [False]], second=[[False]])
-    held = desk.hold(1, 2)
-    for one, text in zip(held, (b"first", b"second"), strict=True):
-        desk.claims.send(retried(one, text))
+async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk("receive", record=[LOST, [True], REFUSED, LOCKED, [False], [False]])
+    parts = desk.claims._runtime
+    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called.claims = desk.claims
+    held = desk.hold(1, 2, 3, 4)
+    call = HandlerCall(cancels_task=False)
+    recording = asyncio.create_task(called._record_failures(held, REFUSED, call))
+    await asyncio.sleep(0)
     await desk.fails()
-    assert not desk.claims.is_settled
     await desk.claims.flush()
-    assert desk.asked == ["first", "first", "second"]
-    assert desk.settled == [(1, "retried"), (2, "lost")]  # The first try has settled the first.
-
-
-async def test_a_failure_in_receive_mode_is_recorded_once_and_occupies_its_call_until_then() -> None:
-    desk = Desk(record=[LOST, [True], REFUSED, None])
-    calls = [HandlerCall(cancels_task=False) for _ in range(2)]
-    first, second, third = desk.hold(1, 2, 3)
-    for held, call in ((first, calls[0]), (second, calls[0]), (third, calls[1])):
-        desk.claims.record_failure(failed(held), call)
-    desk.claims.record_failure(failed(first), calls[1])  # the same attempt
-    assert desk.claims.calls_with_unrecorded_failures == 2
-    await desk.fails()
-    assert desk.claims.calls_with_unrecorded_failures == 2
+    assert desk.asked == ["record"] * 5
+    # The row of the third is locked: another call has it. That of the last can belong to a transaction that ends late.
+    assert [one.is_recorded for one in held] == [True, True, True, False]
+    await asyncio.sleep(0)
+    assert not recording.done()
+    desk.claims.queue({held[3]: failed(held[3])})
     await desk.claims.flush()
-    assert desk.asked == ["record"] * 4
-    assert desk.claims.calls_with_unrecorded_failures == 0
+    await recording
     assert desk.criticals == ["1 message could not be settled: it will be delivered again"]
-
-
-@pytest.mark.parametrize("is_recorded", [True, False])
-async def test_a_failure_whose_message_is_still_locked_is_recorded_once_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_recorded: bool
-) -> None:
-    monkeypatch.setattr(timings, "settle_locked_again", 0.0)
-    desk = Desk("receive", record=[[False], [is_recorded]])
-    [held] = desk.hold(1)
-    desk.claims.record_failure(failed(held), HandlerCall(cancels_task=False))
-    await desk.claims.flush()
-    assert (desk.asked, desk.claims.calls_with_unrecorded_failures) == (["record"], 1)
-    await desk.claims._runtime.wait_until(lambda: bool(desk.claims._due))
-    await desk.claims.flush()
-    assert (desk.asked, desk.claims.calls_with_unrecorded_failures) == (["record"] * 2, 0)
-    assert desk.claims.is_settled
     assert "is locked" not in caplog.text  # It may also be gone, and its claim was not to be extended.
 
 
-@pytest.mark.parametrize("limit", [1, 2, 4])
-async def test_of_several_calls_one_goes_on_while_failures_cannot_be_recorded(limit: int) -> None:
-    parts = runtime(mode="receive", concurrency=limit)
+async def test_a_call_does_not_wait_for_ever_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = runtime(mode="receive")
     called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
-    assert called.free == limit
-    held = Desk().hold(*range(2 * limit))
-    for number in range(limit):
-        call = HandlerCall(cancels_task=False)
-        for message in held[2 * number : 2 * number + 2]:
-            called.claims.record_failure(failed(message), call)
-    assert called.free == (0 if limit == 1 else 1)
+    called._start([], partial(called._record_failures, Desk().hold(1), REFUSED))
+    await asyncio.sleep(0)
+    assert called.free == parts.limit - 1
+    monkeypatch.setattr(timings, "record", 0.0)
+    called._start([], partial(called._record_failures, Desk().hold(2), REFUSED))
+    await turn_until(lambda: called.free == parts.limit - 1)
+    called.detach_running_calls()
+    await turn_until(lambda: not called.running)
 
 
 def answers(*settled: bool) -> list[SettledClaim]:
@@ -364,41 +305,6 @@ async def test_each_acknowledgement_of_a_batch_has_its_own_answer(case: str) -> 
             await desk.claims.flush()
     await desk.claims.flush()
     assert sorted(desk.settled) == list(enumerate(ends, 1))
-
-
-NEXT = testing.message("next", id=9)
-
-
-@pytest.mark.parametrize(
-    ("answer", "kinds", "ends"),
-    [
-        ([NEXT], ["exchange"], {1: "succeeded", 3: "succeeded"}),
-        ([1, NEXT], ["exchange"], {1: "lost", 3: "succeeded"}),
-        (LOCKED, ["exchange", "pgqueue.claim("], {}),
-        (LOST, ["exchange"], {}),
-    ],
-    ids=["kept", "one-lost", "one-locked", "no-answer"],
-)
-async def test_a_claim_acknowledges_the_messages_of_an_earlier_claim_in_the_same_statement(
-    answer: Any, kinds: list[str], ends: dict[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "_ACKS_OF_CLAIM", 3)
-    desk = Desk("lease", **{"exchange": [answer], "pgqueue.claim(": [[NEXT]]})
-    first, third = desk.hold(1, 3)
-    other = claimed(2, uuid4())
-    other.become(State.WORKING)
-    desk.acknowledge(first, other, third)
-    if answer is LOST:
-        with pytest.raises(psycopg.OperationalError):
-            await desk.claims.claim(5)
-    else:
-        messages, has_more = await desk.claims.claim(5)
-        assert ([one.message for one in messages], has_more) == ([NEXT], False)
-    assert desk.asked == kinds
-    assert dict(desk.settled) == ends
-    left = {1, 2, 3} - ends.keys()
-    assert {message.id for message in desk.claims._due} == left
-    assert {one.id for one in (first, other, third) if one.is_in_doubt} == ({1, 3} if answer is LOST else set())
 
 
 @pytest.mark.parametrize("proxied", [False, True])
@@ -435,17 +341,6 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
     finally:
         await extension.link.close()
         await parts.close()
-
-
-async def test_a_refused_acknowledgement_is_reported_and_keeps_no_other_waiting() -> None:
-    desk = Desk(ack_claims=[REFUSED, answers(True)])
-    desk.acknowledge(*desk.hold(1))
-    await desk.claims.flush()
-    desk.acknowledge(*desk.hold(2))
-    await desk.claims.flush()
-    assert desk.criticals == ["1 message could not be settled: it will be delivered again"]
-    assert desk.settled == [(2, "succeeded")]
-    assert desk.claims.is_settled
 
 
 async def test_a_claim_is_extended_again_long_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import psycopg
@@ -146,30 +145,6 @@ def test_headers_that_leave_no_room_for_records_stay_unchanged(case: Case) -> No
     assert (dead.attempt_count, dead.reason) == (2, "attempts_exhausted")
     assert dead.last_error is not None
     assert dead.last_error.startswith("ValueError: eeee")
-
-
-@together(PAIR)
-def test_a_redriven_message_has_the_content_that_was_sent(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue(1, headers={"mine": 1})
-    works = Event()
-
-    async def work(_: Step) -> None:
-        if not works.is_set():
-            raise ValueError
-
-    with case.consuming(work) as run:
-        [first] = case.dead_letters()
-        assert queue.redrive() == 1
-        [second] = case.dead_letters()
-        assert second.died_at > first.died_at
-        works.set()
-        assert queue.redrive() == 1
-        wait_for(case.is_empty)
-    assert run.attempts == [1, 2, 1, 2, 1]
-    assert [call.headers for call in run.calls] == [{"mine": 1}] * 5
-    assert second.headers is not None
-    assert second.headers["pgqueue.attempts"] == 2
 
 
 @pytest.mark.parametrize("how", ["raise", "mark"])

@@ -15,7 +15,6 @@ from consumers import (
     FORMS,
     MIXED,
     NOW,
-    PLAIN,
     THREADS,
     Case,
     Form,
@@ -501,22 +500,3 @@ def test_a_commit_that_fails_is_a_failed_attempt(case: Case) -> None:
     assert case.rows(f'select * from "{case.name}" order by 1') == [("never",), ("once",)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed, len(run.failures), run.circuits) == (2, 7, 7, [])
-
-
-@together(PLAIN)
-def test_a_blocked_handler_does_not_delay_other_messages(case: Case) -> None:
-    queue = case.prepare()
-    queue.enqueue_batch([0, *range(1, 30)])
-    gate = Event()
-
-    async def work(step: Step) -> None:
-        if step.message.payload == 0:
-            await step.until(gate.is_set)
-
-    with case.consuming(work, concurrency=2) as run:
-        wait_for(lambda: len(run.returned) == 29)
-        # They are acknowledged, although it still runs.
-        wait_for(lambda: case.attempts() == [1])
-        gate.set()
-        wait_for(case.is_empty)
-    assert sorted(run.returned) == list(range(30))

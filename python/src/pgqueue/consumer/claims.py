@@ -1,8 +1,6 @@
 """The claims of a consumer: extended on a thread, settled in batches, released when they are not used.
 
-A message can be locked by another transaction: by a handler that works on its row, or by `select … for update`. It can
-be neither extended nor settled before that transaction ends, and no other consumer can claim it. The other messages do
-not wait for it.
+A message that another transaction has locked can be neither extended nor settled; the others do not wait for it.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ from .._wording import counted
 from ..errors import QueueNotFound, is_trouble
 from ..message import SettledClaim
 from .connections import SharedConnection
-from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue, claims_of
+from .delivery import EVENTS, ClaimedMessage, Result, State, by_queue, claims_of
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
 from .timings import timings
@@ -33,7 +31,6 @@ from .timings import timings
 T = TypeVar("T")
 
 _MOST_DUE = 5_000
-_ACKS_OF_CLAIM = 16  # that a claim sends as well; it then waits until they are on the disk, which for fewer is too long
 
 
 class Claims:
@@ -45,7 +42,6 @@ class Claims:
         self.held: set[ClaimedMessage] = set()  # those that are to be extended; the thread reads it
         self._due: dict[ClaimedMessage, Result] = {}  # those that are to be settled
         self._postponed = 0  # settlements of locked messages
-        self._unrecorded: dict[tuple[int, int], HandlerCall] = {}  # failures that the database does not know yet
         self._flushing = asyncio.Lock()
         self._portion = MOST_MESSAGES
         self.queue_names = settings.queue_names  # those that exist, in the order of preference
@@ -57,18 +53,14 @@ class Claims:
     async def claim(self, wanted: int) -> tuple[list[ClaimedMessage], bool]:
         """Claim up to `wanted` messages; fewer after a claim that failed, as its result may be too large.
 
-        Returns the messages, and whether there may be more. Raises `psycopg.Error`.
+        Returns them, and whether there may be more.
         """
         now = time.monotonic()
-        names, wanted = self.queue_names, min(wanted, self._portion)
+        names, wanted = self.queue_names, min(wanted, self._portion)  # which is at most `MOST_MESSAGES`
         terms = wanted, self.visibility_timeout, self._settings.claimed_by or ""
         call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
-        rows: list[Any] | None = None
         try:
-            if len(self._due) >= _ACKS_OF_CLAIM and len(names) == 1 and not self._flushing.locked():
-                rows = await self._acknowledge_and_claim(names[0], terms)
-            if rows is None:
-                rows = await self._runtime.run(call, "claim")
+            rows = await self._runtime.run(call, "claim")
         except (psycopg.Error, OSError):
             self._portion = max(1, wanted // 4)
             raise
@@ -76,35 +68,6 @@ class Claims:
         messages = [ClaimedMessage(row) for row in rows]
         self.add(messages, now)
         return messages, len(rows) == wanted
-
-    async def _acknowledge_and_claim(self, queue_name: str, terms: tuple[int, timedelta, str]) -> list[Any] | None:
-        """Acknowledge messages of one claim and claim others, in one statement.
-
-        None, and nothing was done, if one of them is locked, or all were acknowledged meanwhile.
-        """
-        async with self._flushing:
-            acks = [message for message, result in self._due.items() if result.statement is None]
-            done = {message: self._due.pop(message) for message in acks if message.token == acks[0].token}
-            if not done:
-                return None
-            ids, is_locked = [message.id for message in done], any(message.is_locked for message in done)
-            call = _calls.acknowledge_and_claim(queue_name, ids, acks[0].token, *terms)
-            rows: list[Any] | None = None
-            try:
-                rows = await self.answers_to(self._run, call, is_locked)
-            except BaseException as error:
-                for message in done:
-                    message.is_in_doubt |= is_trouble(error)
-                raise
-            finally:
-                if rows is None:
-                    self._queue(done)
-            if rows is None:
-                return None
-            lost = {row for row in rows if isinstance(row, int)}
-            for message, result in done.items():
-                self._answered(result, message.id not in lost)
-            return rows[len(lost) :]  # The ids of lost claims come first.
 
     def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
         """Keep claims that were made not before `claimed_at` of the monotonic clock."""
@@ -142,8 +105,8 @@ class Claims:
         """Note that the claim of a message was lost."""
         self.held.discard(message)
         if message.try_become(State.LOST):
-            self._runtime.log_about(message, logging.WARNING, f"the claim of message {message.id} was lost")
-            self._runtime.tell("lost", message)
+            self._runtime.log(logging.WARNING, f"the claim of message {message.id} was lost", message=message)
+            self._runtime.event("lost", message=message)
 
     # Locked messages
 
@@ -163,7 +126,7 @@ class Claims:
     ) -> list[ClaimedMessage]:
         """Do work for the messages of each queue together, or one by one where one is locked; returns the locked ones.
 
-        `work` gets messages of one queue, and whether to use the short lock timeout; it returns False if one is locked.
+        `work` gets messages, and whether to use the short lock timeout; it returns False if one is locked.
         """
         alone = [message for message in messages if message.is_locked]
         for part in by_queue(message for message in messages if not message.is_locked):
@@ -186,33 +149,21 @@ class Claims:
             message.is_locked = True
             if self._settings.mode == "lease":
                 text = f"message {message.id} is locked by a transaction, and is not extended or settled before it ends"
-                self._runtime.log_about(message, logging.WARNING, text)
+                self._runtime.log(logging.WARNING, text, message=message)
 
     # Settling
 
     def send(self, result: Result) -> None:
         """Settle a message soon: acknowledge it together with others, or execute the statement of the result."""
         result.message.become(State.SETTLING)
-        self._queue({result.message: result})
+        self.queue({result.message: result})
 
-    def _queue(self, results: dict[ClaimedMessage, Result]) -> None:
+    def queue(self, results: dict[ClaimedMessage, Result]) -> None:
+        """Execute the statements of results soon."""
         is_first = not self._due
         self._due |= results
         if is_first or len(self._due) >= _MOST_DUE:  # Between these nothing waits for more.
             self._runtime.signal()
-
-    def record_failure(self, result: Result, call: HandlerCall) -> None:
-        """Count the attempt of a message whose transaction was rolled back.
-
-        A record of the same attempt can be waiting, as the message can be received again before it is sent.
-        """
-        if self._unrecorded.setdefault(_attempt_of(result.message), call) is call:
-            self._queue({result.message: result})
-
-    @property
-    def calls_with_unrecorded_failures(self) -> int:
-        """How many calls have failed in receive mode without the database knowing it."""
-        return len(set(self._unrecorded.values()))
 
     def settled(self, result: Result) -> None:
         """Note the outcome of a message."""
@@ -222,17 +173,14 @@ class Claims:
         self.held.discard(result.message)
         if not result.message.is_lost:  # An extension can find a claim lost while its transaction commits.
             result.message.become(result.state)
-        self._runtime.report_result(result)
+        self._runtime.report_failure(result)
+        self._runtime.event(EVENTS[result.state], message=result.message, result=result)
         if self.has_limit:
             self._runtime.look_again()
 
     def _answered(self, result: Result, is_kept: bool) -> None:
-        """Note the answer to a settlement: whether the claim was valid.
-
-        If the connection broke during an earlier try, that has settled the message, unless another consumer can have
-        claimed it.
-        """
-        message = result.message
+        """Note whether the claim was valid when its message was settled."""
+        message = result.message  # A try whose connection broke has settled it, while no other consumer can claim it.
         if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
             self.settled(result)
         else:
@@ -258,7 +206,7 @@ class Claims:
         return not self._due and not self._postponed and not self._flushing.locked()
 
     async def send_settlements(self) -> None:
-        """Send settlements, endlessly. Raises `psycopg.Error`: what was not settled is kept then."""
+        """Send settlements, endlessly. Raises as `flush` does."""
         while True:
             await self._runtime.wait_until(lambda: bool(self._due))
             if any(result.statement is None for result in self._due.values()):
@@ -281,7 +229,7 @@ class Claims:
                     if not await settle([message], message.is_locked):
                         self._note_lock(message)
             except BaseException:
-                self._queue(due)
+                self.queue(due)
                 raise
         if due:  # They are locked: their settlements are sent again in a moment.
             self._postponed += 1
@@ -289,7 +237,7 @@ class Claims:
 
     def _resume(self, results: dict[ClaimedMessage, Result]) -> None:
         self._postponed -= 1
-        self._queue(results)
+        self.queue(results)
 
     async def _settle(self, due: dict[ClaimedMessage, Result], messages: list[ClaimedMessage], is_locked: bool) -> bool:
         """Execute one statement that settles messages, and remove them from `due`; False if one of them is locked."""
@@ -309,24 +257,23 @@ class Claims:
             self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
             for message in messages:
                 self.forget(message)
-                self._recorded(due.pop(message))
+                self._end_record(due.pop(message).message)
             return True
         if answers is None:
             for message in messages:
-                self._recorded(due[message])  # Another consumer has received it: nothing waits for that.
+                self._end_record(message)  # Another consumer has received it: nothing waits for that.
             return False
         for message, answer in zip(messages, answers, strict=True):
             is_kept = answer.settled if statement is None else answer
             if due[message].state is not State.RELEASED:
                 self._answered(due.pop(message), is_kept)
             elif is_kept or message.is_locked:
-                self._recorded(due.pop(message))
+                self._end_record(due.pop(message).message)
         return messages[0] not in due  # In receive mode, the server may end an aborted transaction late.
 
-    def _recorded(self, result: Result) -> None:
-        """Let the call of a failure that is recorded start again, in receive mode."""
-        if self._unrecorded.pop(_attempt_of(result.message), None) is not None:
-            self._runtime.signal()  # A call may start.
+    def _end_record(self, message: ClaimedMessage) -> None:
+        message.is_recorded = True
+        self._runtime.signal()
 
     async def _run(self, call: Bound[T]) -> list[T]:
         return await self._runtime.run(call, "settle")
@@ -349,10 +296,6 @@ class Claims:
             return answers is not None
 
         return await self.in_parts([message for message in messages if not message.is_lost], release)
-
-
-def _attempt_of(message: ClaimedMessage) -> tuple[int, int]:
-    return message.id, message.message.attempt_count
 
 
 class Extension:

@@ -77,10 +77,7 @@ def new_cursor(connection: Any, row_factory: Any = None) -> Any:
 
 
 class ConnectionFactory:
-    """Opens connections in autocommit mode, by conninfo or by the user's function.
-
-    If the wait for a connection is cancelled, the connection is closed as soon as it is open: none leaks.
-    """
+    """Opens connections in autocommit mode, by conninfo or by the user's function. None leaks if it is cancelled."""
 
     def __init__(self, source: str | Callable[[], Any], application: str, json_loads: JsonLoads | None = None) -> None:
         self._source = source
@@ -94,9 +91,8 @@ class ConnectionFactory:
     async def open(self, on_loop: bool, setting: bytes = b"", for_handlers: bool = False) -> Any:
         """A new connection for the event loop, or for a thread, where this never suspends.
 
-        `setting` is executed on it unless a pooler would keep that for other clients. The event loop adopts a
-        synchronous connection that the user's function returned. Raises what connecting raises, and `TypeError` if that
-        function returned no connection.
+        `setting` is executed unless a pooler would keep that for other clients. Raises what connecting raises, and
+        `TypeError` if the user's function returned no connection.
         """
         connection = await self._connect(on_loop)
         try:
@@ -105,27 +101,19 @@ class ConnectionFactory:
                 await done(connection.set_autocommit(True))
             encoding = connection.pgconn.parameter_status(b"server_encoding")
             self.stores_all_characters = encoding in (b"UTF8", b"SQL_ASCII")
-            correction = correction_statement(connection)
             self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
             origin = _Origin(self._adapters, b"", _attributes(connection), _characteristics(connection))
             _origins[connection] = origin
             if for_handlers and not self.proxied:
-                _origins[connection] = origin._replace(reset=await self._reset_of(connection, correction))
+                cursor = new_cursor(connection, _calls.SESSION_STATE.row)
+                await done(cursor.execute(_calls.SESSION_STATE.text, prepare=False))
+                user, role, settings, *kept = await done(cursor.fetchone())
+                reset = _calls.reset_session(user, connection.info.user, role, settings or "", *kept)
+                _origins[connection] = origin._replace(reset=reset)
         except BaseException:
             await done(connection.close())
             raise
         return connection
-
-    async def _reset_of(self, connection: Any, correction: bytes) -> bytes:
-        """The statements, after another one, that undo for later messages what a handler does to the session."""
-        login = connection.info.user
-        if not callable(self._source):
-            settings = f"; {correction.decode()}" if correction else ""
-            return _calls.reset_session(login, login, "none", settings, False, False, False, False)
-        cursor = new_cursor(connection, _calls.SESSION_STATE.row)
-        await done(cursor.execute(_calls.SESSION_STATE.text, prepare=False))
-        user, role, settings, *kept = await done(cursor.fetchone())
-        return _calls.reset_session(user, login, role, settings or "", *kept)
 
     async def _connect(self, on_loop: bool) -> Any:
         kind: Any = AsyncConnection if on_loop else Connection
@@ -234,8 +222,7 @@ _EVENTS = {PollingStatus.READING: selectors.EVENT_READ, PollingStatus.WRITING: s
 def shut_down(connection: AnyConnection) -> Callable[[], None]:
     """Shut down the socket of a connection that another thread may wait on; returns a function that tells the server.
 
-    That function can wait for a server that does not answer, for `timings.cancel_statement`. Without it the server
-    would notice when its statement has ended.
+    That function can take `timings.cancel_statement`. Without it the server notices when its statement has ended.
     """
     try:
         cancel_statement = _cancellation(connection.pgconn)
@@ -323,22 +310,16 @@ class ConnectionPool:
 
 
 class SharedConnection(ConnectionPool):
-    """A connection of the event loop for one statement at a time. The users wait for each other with `lock`.
-
-    `deadline` is the time limit of a statement in seconds.
-    """
+    """A connection of the event loop for one statement at a time."""
 
     def __init__(self, factory: ConnectionFactory, setting: bytes = b"") -> None:
         super().__init__(factory, True, setting)
-        self.lock = asyncio.Lock()
-        self.deadline = timings.deadline
+        self.lock = asyncio.Lock()  # for its users
+        self.deadline = timings.deadline  # of a statement
         self._timed_out: AsyncConnection[Any] | None = None
 
     async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T]:
-        """Execute a statement, and put the connection back.
-
-        Raises `psycopg.Error`, also for a statement that exceeds the deadline.
-        """
+        """Execute a statement, and put the connection back. Raises `psycopg.Error`, also after the deadline."""
         timer = asyncio.get_running_loop().call_later(self.deadline, self._time_out, connection)
         cursor = new_cursor(connection, call.row)
         try:

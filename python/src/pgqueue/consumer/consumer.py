@@ -81,7 +81,7 @@ class _Base(Settings):
 
     def _apply(self) -> None:
         if self._runtime is not None:
-            self._runtime.stops = max(self._runtime.stops, min(self._stops, 2))
+            self._runtime.stops = max(self._runtime.stops, self._stops)
             self._runtime.signal()
 
     def _launch(self) -> None:
@@ -99,7 +99,6 @@ class _Base(Settings):
 
     async def _start(self) -> None:
         self._begin()
-        self._error = None
         try:
             self._launch()
         except BaseException:  # The process may have no more threads.
@@ -112,19 +111,16 @@ class _Base(Settings):
     async def _stop(self, force: bool, timeout: timedelta | None) -> None:
         if self._busy:
             ended = self._ended
-            self._end(force, timeout)
+            if timeout is not None and self._runtime is not None:
+                self._runtime.grace = timeout.total_seconds()
+            self._stops = max(self._stops, 2 if force else 1)
+            self._tell()
+            if ended.done():
+                self._stops = 0  # It has ended in the meantime: this stop must not end the next run.
             if self._workers is not None and self._workers.is_called_by_handler():
                 return  # The consumer ends only after the caller returns.
             await self._wait(ended)
         self._raise_error()
-
-    def _end(self, force: bool, timeout: timedelta | None) -> None:
-        if timeout is not None and self._runtime is not None:
-            self._runtime.grace = timeout.total_seconds()
-        self._stops = max(self._stops, 2 if force else 1)
-        self._tell()
-        if not self._busy:
-            self._stops = 0  # It has ended in the meantime: this stop must not end the next run.
 
     @property
     def _busy(self) -> bool:
@@ -133,13 +129,12 @@ class _Base(Settings):
     def _begin(self) -> None:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
-        self._runs_in = os.getpid()
+        self._runs_in, self._error = os.getpid(), None
         self._found, self._ended = Future(), Future()
 
     def _finish(self) -> None:
         futures = self._ended, self._found  # Another run may begin as soon as this one is not busy.
-        self._runs_in = None
-        self._stops = 0
+        self._runs_in, self._stops = None, 0
         for future in futures:
             if not future.done():
                 future.set_result(None)
@@ -197,8 +192,7 @@ class Consumer(_Base):
         conninfo: the connection string, or a function that returns a new connection.
         queue_name: the queue, or the first of several.
         handler: the function.
-        mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
-            a transaction, `delivery.connection`, in which the handler works.
+        mode: `lease` claims messages; `receive` takes them in a transaction, in which the handler works.
         transactional: in lease mode too the handler works in a transaction, which also acknowledges, and rolls back if
             the claim was lost. If its connection breaks the handler is called once more, not counted as an attempt.
         concurrency: the most handlers that run at once; by default one for each CPU, and at least two.
@@ -206,42 +200,32 @@ class Consumer(_Base):
             called once more for each message by itself, which is not counted as an attempt.
         visibility_timeout: how long a claim lasts after the consumer has died, 1 s to 12 h; None for the queue's.
         prefetch: how many messages are claimed in advance, in lease mode without transactions.
-        peek_delay: how long to wait for a notification before looking at an empty queue again, at least 100 ms.
+        peek_delay: how often to look without a notification, at least 100 ms.
         peek_batch_size: the most messages that a peek counts; None for 10 times the concurrency.
         listen: whether to wait for notifications. If they do not arrive the consumer polls, and logs a warning once.
         retries: immediate and delayed retries; None for the queue's backoff and `max_attempts`.
         on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None (default).
-        on_critical: called for problems that an operator should know, with the exception if any; by default they are
-            logged.
+        on_critical: called with an exception or None, and a text that an operator should know; by default it is logged.
         on_circuit: called with `armed`, `open` and `closed` as the database fails and recovers.
         circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
-        handler_timeout: the time limit of a handler or policy. Then it is cancelled, and its attempt has failed, by
-            `TimeoutError`; `on_failure` is not called. One that does not end is given up, and another handler runs in
-            its place. `on_critical` is called. If more than `concurrency` do not end, the consumer stops, and raises
-            `RuntimeError`. With None, the consumer logs handlers that run for more than ten visibility timeouts.
+        handler_timeout: the time limit of a handler or policy; its attempt then fails by `TimeoutError`. One that does
+            not end is given up. If more than `concurrency` do not end, the consumer stops, and raises `RuntimeError`.
         grace_period: how long a stop lets handlers run before it cancels them.
         claimed_by: the name in `claimed_by` of messages; by default host, process and queue.
         observe: called with every `Event`, on the event loop of the consumer. It must be fast.
-        also: up to 99 further queues, in lease mode: claims take messages of an earlier queue first, and of a later one
-            only while the earlier ones have none ready. `delivery.queue_name` is the queue of a message. A claim lasts
-            for the shortest visibility timeout of the queues. One that is dropped while the consumer runs, and created
-            again, does not stop the others.
+        also: up to 99 further queues, in lease mode, of which an earlier one is preferred.
         json_loads: the function that reads payloads and headers, from bytes; by default that of the module `json`.
-        give_up_after: for how long the database may be unreachable, at the start and later, before the consumer stops
-            and raises its error; None: it waits for ever, and logs.
+        give_up_after: for how long the database may be unreachable before the consumer raises; None: for ever.
         liveness_file: a file that is touched every five seconds while the event loop of the consumer runs.
-        middleware: functions that run around each call of the handler, the first one outermost. Each is called with the
-            handler's argument and with `call_next`, a function without arguments that goes on to the handler. What they
-            raise fails the attempt, and the transaction, the time limit and the thread are those of the handler. If one
-            does not call `call_next`, the handler does not run, and the message is acknowledged.
-        on_start: called before the consumer connects, once in each run, on a thread of its own. What it raises ends the
-            run.
+        middleware: functions that run around each call of the handler, the first one outermost. Each gets the handler's
+            argument and `call_next`. What it raises fails the attempt. If it does not call `call_next`, the handler
+            does not run, and the message is acknowledged.
+        on_start: called before the consumer connects, once in each run. What it raises ends the run.
         on_stop: called after the last handler has ended, also if the run fails, but not if `on_start` has raised.
 
     Raises:
         ValueError: for a value out of its bounds.
-        TypeError: for a coroutine function, which `AsyncConsumer` needs, for a generator function, and for a function
-            that cannot be called with its arguments.
+        TypeError: for a function that is a coroutine or generator function, or cannot be called with its arguments.
     """
 
     _is_async = False

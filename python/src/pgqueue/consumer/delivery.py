@@ -24,7 +24,7 @@ from .policy import Reject, Retry, without_record
 
 
 class State(Enum):
-    """The state of a message in a consumer. README.md describes them."""
+    """The state of a message in a consumer: see README.md."""
 
     __hash__ = object.__hash__  # Enum's own hashes the name, which takes four times as long.
 
@@ -67,6 +67,7 @@ class ClaimedMessage:
     is_locked: bool = False  # another transaction has locked the row
     is_in_doubt: bool = False  # the connection broke during its settlement, which may have been committed
     is_settled_by_handler: bool = False  # by `Delivery.settled`, in any thread
+    is_recorded: bool = False  # its failure, in receive mode
     claimed_until: float = 0.0  # of the monotonic clock; before it no other consumer can claim the message
     renew_at: float = 0.0
     state: State = State.CLAIMED  # only `try_become` changes it, in any thread
@@ -139,7 +140,7 @@ def _copy_of(value: Any) -> Any:
 
 @dataclass(eq=False, repr=False, slots=True)
 class HandlerCall:
-    """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
+    """Calls of the handler, one after another, for the same messages, and the settlement that follows."""
 
     cancels_task: bool  # the handler runs in the task
     messages: list[ClaimedMessage] = field(default_factory=list)
@@ -190,10 +191,7 @@ class HandlerCall:
 
     @contextmanager
     def using(self, connection: Any) -> Iterator[None]:
-        """Use a connection, which `abort_connection` can close.
-
-        It must be closed, or given to other work, only after this.
-        """
+        """Use a connection, which `abort_connection` can close. It must be given to other work only after this."""
         self._connection = connection
         # Only the consumer commits: a part of a message's work must not be committed alone.
         connection.commit = connection.rollback = _forbidden
@@ -205,10 +203,7 @@ class HandlerCall:
                 self._connection = None
 
     def abort_connection(self) -> None:
-        """Abort the connection in use, if there is one: its statement fails, its transaction is rolled back.
-
-        This can take `timings.cancel_statement`.
-        """
+        """Make the statement on the connection in use fail. This can take `timings.cancel_statement`."""
         with self._lock:
             if self._connection is None:
                 return
@@ -332,20 +327,19 @@ EVENTS: dict[State, EventKind] = {State.ACKED: "succeeded", State.RETRIED: "retr
 
 
 class Result(NamedTuple):
-    """The outcome of an attempt: the state that the message enters once the settlement has succeeded.
+    """The outcome of an attempt: the state that the message enters once it is settled.
 
-    `next_step` says what follows a failed attempt. `statement` settles the message and returns whether its claim was
-    valid, `fallback` does so if that is refused; None acknowledges the message together with others. In the state
-    RELEASED the statement only counts the attempt of a message that is in the queue again.
+    `statement` settles it and returns whether its claim was valid; None acknowledges it together with others. In the
+    state RELEASED the statement only counts the attempt of a message that is in the queue again.
     """
 
     message: ClaimedMessage
     state: State
     seconds: float | None = None
     error: BaseException | None = None
-    next_step: str = ""
+    next_step: str = ""  # what follows a failed attempt
     statement: Bound[Any] | None = None
-    fallback: Bound[Any] | None = None
+    fallback: Bound[Any] | None = None  # if the statement is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,14 +62,7 @@ class HandlerCalls:
     @property
     def free(self) -> int:
         """How many calls may start now."""
-        limit = self._runtime.limit
-        free = limit - len(self.running)
-        if self._settings.mode == "receive":
-            # A message whose transaction was rolled back can be received again before its failure is recorded: its
-            # attempts would not be counted, and a handler that hangs would hang once more. If failures cannot be
-            # recorded, for example because the disk is full, one of several calls goes on.
-            free -= min(self.claims.calls_with_unrecorded_failures, max(1, limit - 1))
-        return free
+        return self._runtime.limit - len(self.running)
 
     def add(self, messages: list[ClaimedMessage]) -> None:
         """Give claimed messages to the handler, when it is free."""
@@ -147,8 +140,7 @@ class HandlerCalls:
     def _count(self) -> None:
         stats = self._runtime.stats
         stats.running, stats.abandoned = len(self.running), len(self._abandoned)
-        if stats.overdue:
-            stats.overdue = sum(call.is_late for call in self.running)
+        stats.overdue = sum(call.is_late for call in self.running) if stats.overdue else 0
 
     # The time limit
 
@@ -175,7 +167,7 @@ class HandlerCalls:
         for message in call.in_hand:
             text = f"the handler of message {message.id} has run for {seconds:.0f} s, and there is no handler_timeout;"
             text += f" {stats.overdue} of {self._settings.slots} handlers run for that long"
-            self._runtime.log_about(message, logging.WARNING, text)
+            self._runtime.log(logging.WARNING, text, message=message)
 
     def _time_out(self, call: HandlerCall, limit: timedelta) -> None:
         """Cancel a call. If it does not end soon, give it up."""
@@ -217,7 +209,7 @@ class HandlerCalls:
         left = [message for message in call.messages if message.state in (State.CLAIMED, State.WORKING)]
         late = [message for message in call.in_hand if message in left]
         if self._settings.mode == "receive":
-            self._record_failures(call, late, error)
+            self._start([], partial(self._record_failures, late, error))
             return
         if len(late) == 1:
             left.remove(late[0])
@@ -328,22 +320,19 @@ class HandlerCalls:
         try:
             attempt = await self._workers.run(partial(self._transactions.receive, call), call)
         except (psycopg.Error, OSError) as error:
-            if not call.is_cancelled:  # Otherwise its connection may have been aborted.
-                self._runtime.failed("work", error)
-                self._record_failures(call, call.messages, error)
-        except asyncio.CancelledError as error:
-            if not call.is_cancelled and not self._runtime.is_stopping:
-                self._record_failures(call, call.messages, error)  # The handler has cancelled its own task.
-            raise
+            if call.is_cancelled:  # Its connection may have been aborted.
+                return
+            self._runtime.failed("work", error)
+            attempt = Attempt(error=error, is_undone=True)
         else:
             self._runtime.succeeded("work")
-            for result in attempt.results:
-                self.claims.settled(result)
-            if attempt.is_undone:
-                self._record_failures(call, call.messages, attempt.error)
         finally:
             if call.received is not None:
                 self._received(None)
+        for result in attempt.results:
+            self.claims.settled(result)
+        if attempt.is_undone:
+            await self._record_failures(call.messages, attempt.error, call)
 
     def _received(self, messages: int | None) -> None:
         """Note how many messages a call has received."""
@@ -358,13 +347,23 @@ class HandlerCalls:
             current.left = 0
         self._runtime.signal()
 
-    def _record_failures(self, call: HandlerCall, messages: list[ClaimedMessage], error: BaseException | None) -> None:
-        """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
+    async def _record_failures(
+        self, messages: list[ClaimedMessage], error: BaseException | None, call: HandlerCall
+    ) -> None:
+        """Count the attempt of messages that are in the queue again, because their transaction was rolled back.
+
+        They can be received before that: their attempts would not be counted, and a handler that hangs would hang once
+        more. So the call ends only then, or after `timings.record` where nothing can be recorded, as on a full disk.
+        """
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
             result = failure_record(self._runtime, message, fault)
             self._runtime.report_failure(result)
-            self.claims.record_failure(result, call)
+            self.claims.queue({message: result})
+        await self._runtime.wait_until(
+            lambda: call.is_cancelled or all(message.is_recorded for message in messages),
+            time.monotonic() + timings.record,
+        )
 
     # The end
 
@@ -389,6 +388,7 @@ class HandlerCalls:
         self._runtime.log(logging.DEBUG, f"stopping: {counted(len(calls), 'handler')} cancelled")
         for call in calls:
             call.cancel()
+        self._runtime.signal()
         await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
         # A handler may have locked its message.
         aborts = [asyncio.create_task(in_thread(call.abort_connection)) for call in self.running]
@@ -409,10 +409,7 @@ class HandlerCalls:
             call.task.cancel()
 
     async def release(self, messages: list[ClaimedMessage]) -> None:
-        """Give messages back as they were before the claim, except those that are lost or settled.
-
-        What could not be given back for `timings.release` comes back when its claim expires.
-        """
+        """Give messages back as they were before the claim, for `timings.release`, unless they are lost or settled."""
         held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
         messages = [message for message in messages if message.state in held]
         deadline = time.monotonic() + timings.release

@@ -49,13 +49,9 @@ class Poller:
         self._misses = 0  # looks that could not take what was ready or due
         self._empty_looks = 0
         self._info_due_at = 0.0  # when to read the settings of the queues again
-        self._misses_queue = False  # whether a queue did not exist then
 
     async def run(self, found: "Future[None]") -> None:
-        """Consume until stopped. Raises `QueueNotFound`, `InvalidArgument`, and why it did not wait any longer.
-
-        `found` is done as soon as the queue was found.
-        """
+        """Consume until stopped; `found` is done as soon as the queue was found. Raises why the consumer gave up."""
         runtime = self._runtime
         self._tasks.append(runtime.keep_running("polling", partial(self._poll, found)))
         try:
@@ -94,17 +90,17 @@ class Poller:
 
     async def _listen(self) -> None:
         """Listen endlessly, on one connection after another. Where that fails the consumer polls, and says so once."""
-        runtime, failures, level = self._runtime, 0, logging.WARNING
+        runtime, pause, level = self._runtime, timings.shortest_wait, logging.WARNING
         while True:
             listener = NotificationListener(runtime.settling.open)
             try:
                 if await self._hears(listener):
-                    runtime.stats.listening, failures = True, 0
+                    runtime.stats.listening, pause = True, timings.shortest_wait
                     runtime.look_again()  # Earlier messages were not notified here.
                     await runtime.wait_until(lambda: not listener.is_listening)  # noqa: B023 - it ends in this turn
                     text = "stopped listening"
                 else:
-                    failures += 6
+                    pause = timings.longest_listen_pause
                     text = "LISTEN brings no notifications, as through a pooler by transaction"
             except (psycopg.Error, OSError) as error:
                 text = f"cannot listen: {str(error).strip()}"
@@ -114,9 +110,8 @@ class Poller:
             runtime.log(level, f"{text}; polling instead")
             level = logging.DEBUG
             runtime.look_again()
-            pause = min(timings.shortest_wait * 2.0 ** min(failures, 20), timings.longest_listen_pause)
-            failures += 1
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+            pause = min(2 * pause, timings.longest_listen_pause)
 
     async def _hears(self, listener: NotificationListener) -> bool:
         """Listen to the channels of the queues; returns whether a notification arrives."""
@@ -134,24 +129,25 @@ class Poller:
         return True
 
     async def _begin(self) -> bool:
-        """Read the settings of the queues for the first time, and start what runs beside the polling.
-
-        Returns False if the consumer ends instead.
-        """
+        """Find the queues, and start what runs beside the polling; returns False if the consumer ends instead."""
         runtime, settings, tasks = self._runtime, self._settings, self._tasks
         while not runtime.is_stopping:
             try:
                 await self._look_at_queues(is_first=True)
                 break
+            except NoConnection as error:
+                runtime.stop_with(error.cause)
             except (psycopg.Error, OSError) as error:
-                if isinstance(error, NoConnection) or not is_trouble(error):
-                    runtime.stop_with(error.cause if isinstance(error, NoConnection) else error)
+                if not is_trouble(error):
+                    runtime.stop_with(error)
                 else:
                     runtime.failed("connection", error)
-            await runtime.pause_after_failure()
+                    await runtime.pause_after_failure()
         if runtime.is_stopping:
             return False
-        runtime.log(logging.INFO, f"consumes in {settings.describe()}")
+        mode = settings.mode + ", transactional" * (settings.transactional and settings.mode == "lease")
+        also = f", also {', '.join(settings.also)}" if settings.also else ""
+        runtime.log(logging.INFO, f"consumes in mode {mode}, concurrency {settings.slots}{also}")
         if settings.listen and runtime.connections.proxied:
             # A session of the pooler would go on listening, for other clients.
             runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")
@@ -183,8 +179,11 @@ class Poller:
                 self._note(taken)
                 if not has_more:
                     await self._wait(free_slots)
-                else:  # More handlers may end in a moment, for which one claim is enough.
-                    await runtime.wait_until(self._has_room, time.monotonic() + timings.gather)
+                else:  # More handlers may end in a moment, for which one claim is enough, until half of them are free.
+                    await runtime.wait_until(
+                        lambda: 2 * self._claimable_count() >= runtime.limit or runtime.is_stopping,
+                        time.monotonic() + timings.gather,
+                    )
         except QueueNotFound:
             self._info_due_at = 0.0  # to find the queues that exist
             raise
@@ -202,8 +201,7 @@ class Poller:
                     raise
                 missing = error
         if not found:
-            if settings.also:
-                runtime.failed("queue", missing)
+            runtime.failed("queue", missing)
             raise missing
         runtime.succeeded("queue")
         if is_first:
@@ -220,10 +218,8 @@ class Poller:
             raise InvalidArgument(
                 f"invalid mode: 'receive'; must be 'lease' for queue {names[0]!r}, which has max_in_flight"
             )
-        self._misses_queue = len(names) < len(settings.queue_names)
-        self._info_due_at = time.monotonic() + (
-            timings.settings_read_missing if self._misses_queue else timings.settings_read
-        )
+        is_complete = len(names) == len(settings.queue_names)
+        self._info_due_at = time.monotonic() + (timings.settings_read if is_complete else timings.settings_read_missing)
         claims.has_limit = any(info.group_limit is not None or info.max_in_flight is not None for info in found)
         visibility_timeout = settings.visibility_timeout or min(info.visibility_timeout for info in found)
         claims.visibility_timeout = visibility_timeout
@@ -238,23 +234,20 @@ class Poller:
 
     async def _claim(self, free_slots: int) -> tuple[int, bool]:
         """Claim messages. Returns how many, and whether there may be more."""
-        messages, has_more = await self._claims.claim(min(free_slots, MOST_MESSAGES))
+        messages, has_more = await self._claims.claim(free_slots)
         self._runtime.report_receive(len(messages), self._ready > 0)
         self._calls.add(messages)
         return len(messages), has_more
 
     async def _receive(self, free_slots: int) -> tuple[int, bool]:
-        """Receive messages that a peek has counted. Returns how many, and whether there may be more.
-
-        A claim also removes spent messages, and finds what a peek overlooks: now and then one is made without a peek.
-        """
+        """Receive messages that a peek has counted. Returns how many, and whether there may be more."""
         limit, is_expected = self._peek_limit(free_slots), True
-        if not self._ready and self._runtime.stats.listening and not self._is_prepared():
+        if not self._ready and self._runtime.stats.listening and time.monotonic() >= self._prepared_until:
             await self._prepare_wait(free_slots)
             if not self._ready:
                 return 0, False
         if not self._ready:
-            self._empty_looks += 1
+            self._empty_looks += 1  # A claim removes spent messages, which no peek counts: now and then one is made.
             if is_expected := self._empty_looks % _RECEIVE_EVERY != 0:
                 self._runtime.stats.peeks += 1
                 (self._ready,) = await self._runtime.run(_calls.peek(self._settings.queue_name, limit), "peek")
@@ -268,11 +261,7 @@ class Poller:
         return current.received, current.failed or (current.received > 0 and self._ready >= limit)
 
     def _note(self, taken: int) -> None:
-        """Note how many messages were taken.
-
-        A message that was ready or due, and could not be taken, can be held by another consumer, or not be committed
-        yet. The next looks for it follow after 0.1, 0.2, 0.4 … s, up to the `peek_delay`.
-        """
+        """Note how many messages were taken. If one was ready or due and was not, the next looks become rarer."""
         now = time.monotonic()
         if taken:
             self._misses, self._due_at = 0, None
@@ -284,25 +273,19 @@ class Poller:
     async def _wait(self, free_slots: int) -> None:
         """Wait for a notification, the next due time, the next look or a stop, after a look that took all there was.
 
-        While messages arrive one after another, each is notified, and a query for the next due time after each would
-        cost more than its claim. So this query waits for a moment without a notification.
+        While messages arrive one after another, a query for the next due time after each would cost more than its
+        claim. So it waits for a moment without a notification.
         """
         runtime = self._runtime
         if runtime.stats.listening:
-            is_prepared = self._is_prepared()
+            is_prepared = time.monotonic() < self._prepared_until
             if is_prepared and self._due_at is None:
                 await runtime.wait_until(self._is_called, time.monotonic() + timings.quiet)
             if (not is_prepared or self._due_at is None) and not self._is_called():
                 await self._prepare_wait(free_slots)
-        at = min(self._looked_at + self._delay, math.inf if self._due_at is None else self._due_at)
-        if self._misses_queue:
-            at = min(at, self._info_due_at)
+        at = min(self._looked_at + self._delay, self._info_due_at, math.inf if self._due_at is None else self._due_at)
         if not self._ready:
             await runtime.wait_until(self._is_called, at)
-
-    def _is_prepared(self) -> bool:
-        """Whether senders notify."""
-        return time.monotonic() < self._prepared_until
 
     async def _prepare_wait(self, free_slots: int) -> None:
         """Let senders notify from now on, ask when the next message is due, and count the ready ones."""
@@ -316,10 +299,6 @@ class Poller:
         if seconds > timings.shortest_wait:
             self._misses = 0  # The missed message is not due any more.
         self._due_at = now + max(seconds, 0.0)
-
-    def _has_room(self) -> bool:
-        """Whether half of the handlers are free."""
-        return 2 * self._claimable_count() >= self._runtime.limit or self._runtime.is_stopping
 
     def _is_called(self) -> bool:
         return self._runtime.has_news or self._runtime.is_stopping

@@ -16,7 +16,7 @@ from .. import _calls
 from .._calls import Bound
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble, is_unreachable
 from .connections import ConnectionFactory, SharedConnection
-from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
+from .delivery import ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .policy import Reject, Retry, Unreadable, cause_of, text_of
 from .settings import Settings
 from .timings import timings
@@ -30,11 +30,10 @@ _COUNTED = ("succeeded", "retried", "dead", "lost", "extended", "released")  # e
 
 
 class CircuitBreaker:
-    """Counts failures of the database, not of handlers, and tells how long to pause after each.
+    """Counts failures of the database, and tells how long to pause after each.
 
-    It is closed without failures, armed after the first failure, and open when no success has followed for `after`
-    seconds. Each kind of work fails and succeeds by itself: a peek that succeeds says nothing about claims that fail.
-    The circuit is closed again when no kind fails. `changes` are the states entered, for the reader to remove.
+    It is armed after the first failure, open when a kind of work has failed for `after` seconds, and closed when no
+    kind fails. `changes` are the states entered, for the reader to remove.
     """
 
     def __init__(
@@ -45,19 +44,15 @@ class CircuitBreaker:
         self.changes: list[CircuitState] = []
         self._clock = clock
         self._chance = chance
-        self._failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
+        self.failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
 
     def failed(self, kind: str = "") -> float:
-        """Count a failure; returns the seconds to pause before the next try.
-
-        The pause doubles from 0.05 s to 1 s, and is 10 s while the circuit is open. It varies by a quarter, so that
-        many consumers do not reconnect to a database at the same time.
-        """
-        since, failures = self._failing.get(kind, (self._clock(), 0))
-        self._failing[kind] = since, failures + 1
+        """Count a failure; returns the seconds to pause, which vary so that not all consumers reconnect together."""
+        since, failures = self.failing.get(kind, (self._clock(), 0))
+        self.failing[kind] = since, failures + 1
         if self.state == "closed":
             self._become("armed")
-        if self.state == "armed" and self._clock() - min(since for since, _ in self._failing.values()) >= self.after:
+        if self.state == "armed" and self._clock() - min(since for since, _ in self.failing.values()) >= self.after:
             self._become("open")
         longest = (
             timings.open_pause
@@ -68,13 +63,8 @@ class CircuitBreaker:
 
     def succeeded(self, kind: str = "") -> None:
         """Count a success: this kind of work does not fail any more."""
-        if self._failing.pop(kind, None) is not None and not self._failing:
+        if self.failing.pop(kind, None) and not self.failing:
             self._become("closed")
-
-    def failing_for(self, kind: str) -> float:
-        """For how many seconds a kind of work has failed."""
-        now = self._clock()
-        return now - self._failing.get(kind, (now, 0))[0]
 
     def _become(self, state: CircuitState) -> None:
         self.state = state
@@ -152,7 +142,7 @@ class Runtime:
                 timer.cancel()
 
     async def pause_after_failure(self) -> None:
-        """Pause after a failure."""
+        """Pause, but not in a forced stop."""
         await self.wait_until(lambda: self.is_forced, max(self._not_before, time.monotonic() + timings.shortest_pause))
 
     # Statements
@@ -197,14 +187,10 @@ class Runtime:
         self._tell_circuit()
 
     def failed(self, kind: str, error: Exception) -> None:
-        """Note that a kind of work failed, for the circuit breaker.
-
-        If the database has been unreachable for `give_up_after`, the consumer stops. Conflicts with other transactions
-        are not counted. Of several queues, a missing one is counted only if all are missing.
-        """
+        """Note that a kind of work failed; stops the consumer after `give_up_after`. Conflicts are not counted."""
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return
-        if self.settings.also and isinstance(error, QueueNotFound) and kind != "queue":
+        if self.settings.also and isinstance(error, QueueNotFound) and kind != "queue":  # The others may exist.
             return
         if kind != "work" and is_trouble(error):
             kind = "connection"
@@ -215,7 +201,7 @@ class Runtime:
         limit = self.settings.give_up_after
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
-            if limit is not None and self.breaker.failing_for(kind) >= limit.total_seconds():
+            if limit is not None and time.monotonic() - self.breaker.failing[kind][0] >= limit.total_seconds():
                 self.stop_with(error)
         self._tell_circuit(f", at last because of {_one_line(error)}")
 
@@ -250,11 +236,21 @@ class Runtime:
 
     # Reports
 
-    def log(self, level: int, text: str, error: BaseException | None = None, **extra: Any) -> None:
-        """Log a text about the queue; `extra` adds attributes to the record."""
+    def log(
+        self,
+        level: int,
+        text: str,
+        error: BaseException | None = None,
+        message: ClaimedMessage | None = None,
+        queue: str = "",
+    ) -> None:
+        """Log a text about a queue, or about a message, which the record then names."""
         if not logger.isEnabledFor(level):
             return
-        name = extra.setdefault("queue", self.settings.queue_name)
+        name = queue or (message.queue_name if message else self.settings.queue_name)
+        extra: dict[str, Any] = {"queue": name}
+        if message is not None:
+            extra |= {"message_id": message.id, "attempt": message.message.attempt_count}
         try:
             logger.log(level, "%s: %s", name, text, exc_info=error, extra=extra)
         except (Exception, SystemExit) as fault:
@@ -269,13 +265,25 @@ class Runtime:
         else:
             self._call(self.settings.on_critical, error, text)
 
-    def event(self, kind: EventKind, count: int = 1, **more: Any) -> None:
-        """Count what the counter of the same name counts, if there is one, and tell the observer."""
+    def event(
+        self,
+        kind: EventKind,
+        count: int = 1,
+        queue_name: str = "",
+        message: ClaimedMessage | None = None,
+        result: Result | None = None,
+        detail: str | None = None,
+    ) -> None:
+        """Count what has a counter of this name, and tell the observer."""
         if kind in _COUNTED:
             setattr(self.stats, kind, getattr(self.stats, kind) + count)
-        if self.settings.observe is not None:
-            name = more.pop("queue_name", self.settings.queue_name)
-            self._call(self.settings.observe, Event(kind, name, count, **more))
+        if self.settings.observe is None:
+            return
+        name = message.queue_name if message else queue_name or self.settings.queue_name
+        if result is not None and result.error is not None:
+            detail = type(result.error).__name__
+        number, attempt = (message.id, message.message.attempt_count) if message else (None, None)
+        self._call(self.settings.observe, Event(kind, name, count, result and result.seconds, number, attempt, detail))
 
     def report_receive(self, count: int, is_expected: bool) -> None:
         """Count a claim that returned `count` messages; `is_expected` says whether a peek had found some."""
@@ -286,17 +294,8 @@ class Runtime:
             self.log(logging.DEBUG, "an empty receive")
             self.event("empty", 0)
 
-    def report_result(self, result: Result) -> None:
-        """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
-        self.report_failure(result)
-        self.tell(EVENTS[result.state], result.message, result)
-
     def report_failure(self, result: Result) -> None:
-        """Count and log an attempt if it has failed.
-
-        What a handler decides by `Retry` or `Reject` is an ordinary outcome. While a database is unreachable every
-        attempt fails, so the traceback of such an error is only for debugging.
-        """
+        """Count and log an attempt if it has failed: decisions of a handler as ordinary outcomes."""
         message, error, next_step = result.message, result.error, result.next_step
         if error is None:
             return
@@ -304,24 +303,13 @@ class Runtime:
         cause, attempt = database_error(cause_of(error)), message.message.attempt_count
         if isinstance(error, (Retry, Reject)) and not isinstance(error, Unreadable):
             reason = _one_line(error) + (f", because of {_one_line(cause)}" if cause is not error else "")
-            self.log_about(message, logging.INFO, f"message {message.id}, attempt {attempt}: {reason}; {next_step}")
+            self.log(logging.INFO, f"message {message.id}, attempt {attempt}: {reason}; {next_step}", message=message)
             return
         reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
-        has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)
+        # While a database is unreachable every attempt fails. Their tracebacks are only for debugging.
+        trace = error if not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG) else None
         text = f"message {message.id} failed on attempt {attempt}: {reason}; {next_step}"
-        self.log_about(message, logging.WARNING, text, error if has_trace else None)
-
-    def log_about(self, message: ClaimedMessage, level: int, text: str, error: BaseException | None = None) -> None:
-        """Log a text about a message."""
-        about = {"queue": message.queue_name, "message_id": message.id, "attempt": message.message.attempt_count}
-        self.log(level, text, error, **about)
-
-    def tell(self, kind: EventKind, message: ClaimedMessage, result: Result | None = None) -> None:
-        """Count and tell what happened to a message."""
-        about: dict[str, Any] = {"message_id": message.id, "attempt": message.message.attempt_count}
-        if result is not None:
-            about |= {"seconds": result.seconds, "detail": result.error and type(result.error).__name__}
-        self.event(kind, queue_name=message.queue_name, **about)
+        self.log(logging.WARNING, text, trace, message)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         try:

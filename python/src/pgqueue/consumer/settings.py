@@ -4,6 +4,7 @@ import inspect
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from os import PathLike
@@ -30,18 +31,8 @@ AsyncMiddleware = (
 
 MOST_MESSAGES = 10_000  # of one claim or peek
 _MOST_QUEUES = 100  # of one claim
-_FUNCTIONS = {  # the number of arguments of each; middleware have two
-    "conninfo": 0,
-    "handler": 1,
-    "on_failure": 1,
-    "on_start": 0,
-    "on_stop": 0,
-    "on_critical": 2,
-    "on_circuit": 1,
-    "observe": 1,
-    "json_loads": 1,
-}
-_MAY_BE_ASYNC = ("conninfo", "handler", "on_failure", "on_start", "on_stop")  # in an AsyncConsumer
+_MAY_BE_ASYNC = {"conninfo": 0, "handler": 1, "on_failure": 1, "on_start": 0, "on_stop": 0}  # the number of arguments
+_FUNCTIONS = _MAY_BE_ASYNC | {"on_critical": 2, "on_circuit": 1, "observe": 1, "json_loads": 1}
 _NOT_NEGATIVE = timedelta(0), timedelta.max, "not be negative"
 _DURATIONS = {  # the least, the most, and how an error says it
     "peek_delay": (timedelta(milliseconds=100), timedelta.max, "be at least 100 ms; 100 ms to 10 s are recommended"),
@@ -58,21 +49,6 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise ValueError(f"invalid {name}: {value!r}; must be a whole number {bounds}")
-
-
-def _check_callable(name: str, function: Any, arguments: int) -> None:
-    """Raises `TypeError` if a function cannot take this number of arguments, as far as its signature is known."""
-    if not callable(function):
-        raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as for some functions written in C
-        return
-    try:
-        signature.bind(*[None] * arguments)
-    except TypeError as error:
-        number = f"{arguments} argument{'' if arguments == 1 else 's'}"
-        raise TypeError(f"invalid {name}: cannot be called with {number}: {error}") from None
 
 
 @dataclass(eq=False, repr=False)
@@ -160,7 +136,14 @@ class Settings:
         for name, (function, arguments) in functions.items():
             if isinstance(function, str if name == "conninfo" else type(None)) and name != "handler":
                 continue
-            _check_callable(name, function, arguments)
+            if not callable(function):
+                raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
+            try:
+                with suppress(ValueError):  # The signatures of some functions written in C are not known.
+                    inspect.signature(function).bind(*[None] * arguments)
+            except TypeError as error:
+                number = f"{arguments} argument{'' if arguments == 1 else 's'}"
+                raise TypeError(f"invalid {name}: cannot be called with {number}: {error}") from None
             is_inner = name == "handler" or name.startswith("middleware")
             if not is_async(function):
                 if self._is_async and is_inner and inspect.isroutine(unwrapped(function)):
@@ -173,12 +156,6 @@ class Settings:
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-
-    def describe(self) -> str:
-        """The mode, the concurrency and further queues, for the log."""
-        mode = f"mode {self.mode}{', transactional' * (self.transactional and self.mode == 'lease')}"
-        also = f", also {', '.join(self.also)}" if self.also else ""
-        return f"{mode}, concurrency {self.slots}{also}"
 
     def touch_liveness_file(self) -> None:
         """Show that the event loop runs, if there is a file for that. Raises `OSError`."""

@@ -14,6 +14,7 @@ class Timings:
     longest_lock_timeout: float = 0.5  # of a statement that locks messages; all other statements wait as well
     shortest_lock_timeout: float = 0.02  # the same if a message is known to be locked
     lock_search: float = 1.0  # for finding out which messages are locked
+    record: float = 30.0  # for which a call of receive mode waits until its failure is recorded, at most
     settle_locked_again: float = 0.5  # until the settlement of a locked message is tried again
 
     # Handlers

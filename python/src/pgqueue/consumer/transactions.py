@@ -6,15 +6,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from uuid import uuid4
-from weakref import WeakSet
 
 from psycopg import Error, OperationalError
-from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InsufficientPrivilege, InvalidSqlStatementName
+from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InsufficientPrivilege
 from psycopg.pq import TransactionStatus
 
 from .. import _calls
-from .._calls import Bound
 from .._connections import is_broken
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble
 from . import policy
@@ -84,17 +81,12 @@ def _record(
 
 
 class Attempt(NamedTuple):
-    """How a transaction with a call of the handler ended.
-
-    Messages are settled as the results say, unless there is an error. Without both the work is void: after a forced
-    stop, or where all claims were lost. `is_undone`: the transaction was rolled back because its connection broke; in
-    receive mode this also undoes the claim.
-    """
+    """How a transaction with a call of the handler ended: with results or an error, or with neither if it is void."""
 
     results: Sequence[Result] = ()
     error: BaseException | None = None
     seconds: float | None = None
-    is_undone: bool = False
+    is_undone: bool = False  # rolled back because its connection broke; in receive mode this undoes the claim, too
 
 
 class Transactions:
@@ -104,8 +96,6 @@ class Transactions:
         self._runtime = runtime
         self._settings = runtime.settings
         self._workers = workers
-        self._claim_name = f"pgqueue_{uuid4().hex}".encode()
-        self._prepared: WeakSet[Any] = WeakSet()  # connections that have prepared the claim under this name
 
     async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
         """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
@@ -142,9 +132,7 @@ class Transactions:
                 await _roll_back(session)
                 if call.is_cancelled:
                     return Attempt()
-                if isinstance(fault, InvalidSqlStatementName) and not call.messages:
-                    self._prepared.discard(connection)  # A handler has deallocated the claim.
-                elif not is_conflict(fault):
+                if not is_conflict(fault):
                     if call.messages:
                         cause = fault.__cause__ if isinstance(fault, _RolledBack) else fault
                         return Attempt(error=cause, is_undone=True)
@@ -162,7 +150,9 @@ class Transactions:
 
     async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt:
         """The same once. Raises a conflict of the handler if `again`; otherwise it is a failed attempt."""
-        rows = await session.execute(self._claim(session.connection))
+        begin, settings = begin_statement(session.connection), self._settings
+        claim = _calls.begin_and_claim(begin, settings.queue_name, settings.batch_size or 1, settings.claimed_by or "")
+        rows = await session.execute(claim)
         messages = [ClaimedMessage(row) for row in rows]
         call.take(messages)
         if not rows:  # A claim that finds nothing can lock a group, from which the next claim would take nothing.
@@ -193,15 +183,6 @@ class Transactions:
             return Attempt()
         await session.command(_calls.COMMIT)
         return Attempt(results)
-
-    def _claim(self, connection: Any) -> Bound[Any]:
-        """The statements that begin the transaction, claim and set a savepoint; prepared if that is allowed."""
-        settings, name = self._settings, None if connection.prepare_threshold is None else self._claim_name
-        is_prepared = name is not None and connection in self._prepared
-        if name is not None and not is_prepared:
-            self._prepared.add(connection)
-        begin, size = begin_statement(connection), settings.batch_size or 1
-        return _calls.begin_and_claim(begin, settings.queue_name, size, settings.claimed_by or "", name, is_prepared)
 
     async def _work_from_savepoint(
         self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes

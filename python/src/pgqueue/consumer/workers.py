@@ -65,10 +65,7 @@ class Session:
         return await self._call(function, argument)
 
     async def command(self, text: bytes) -> None:
-        """Execute statements without values or rows. This costs half of what a cursor costs.
-
-        If the last one is a commit, and a function of the user has used the session, the same command resets it.
-        """
+        """Execute statements without values or rows, for half of what a cursor costs. A commit resets the session."""
         connection = self.connection
         resets = not self.is_reset and text.endswith(_calls.COMMIT)
         await done(connection.lock.acquire())
@@ -308,10 +305,7 @@ def _exit_child(error: BaseException | None) -> NoReturn:
     """End a child process that the user's function has forked and returned in: it would settle the parent's message."""
     status = error.code if isinstance(error, SystemExit) else error
     if not isinstance(status, (int, type(None))):
-        if isinstance(error, SystemExit):
-            print(status, file=sys.stderr)
-        else:
-            traceback.print_exception(error)
+        traceback.print_exception(error)
         status = 1
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
