@@ -1899,6 +1899,58 @@ begin
 end;
 $$;
 
+create function pgqueue._level_position(headers jsonb, place bigint) returns bigint
+language sql immutable parallel safe as $$
+    select
+        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (place & 576460752303423487)
+$$;
+comment on function pgqueue._level_position(jsonb, bigint) is
+'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
+
+create function pgqueue._level_position(m pgqueue.messages) returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
+
+create function pgqueue._level_start(level_position bigint) returns bigint
+language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
+
+create function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
+returns boolean language sql immutable parallel safe as $$
+    select pgqueue._is_in_queue(m, kind, name)
+        and pgqueue._level_position(m) >= from_position
+        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
+$$;
+
+create function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
+language sql stable as $$
+    select array(
+        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
+$$;
+
+create function pgqueue._level_floors(registers regclass[]) returns bigint[]
+language sql volatile as $$
+    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
+    select array(
+        select greatest(
+            (u.n - 1) << 59,
+            least(
+                pgqueue._register_value(u.register),
+                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
+        from unnest(registers) with ordinality as u (register, n)
+    )
+$$;
+
+create function pgqueue._passed_levels(q pgqueue.queues, first_id bigint) returns int8multirange
+language sql volatile as $$
+    select coalesce(range_agg(int8range(pgqueue._level_start(f) + first_id, f)), '{}')
+    from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f
+    where pgqueue._level_start(f) + first_id < f
+$$;
+comment on function pgqueue._passed_levels(pgqueue.queues, bigint) is
+'The positions that claims have passed, from the place first_id on: no message has a lower place.';
+
 create function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
 begin
@@ -3719,12 +3771,26 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
 create function pgqueue._read_messages(
-    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int, by_level boolean default false,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
 language plpgsql stable as $$
 begin
-    if q.kind is not null then
+    if by_level then
+        -- Without `order by`, as in _lock_levels.
+        select
+            array_agg(w.position), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select
+                m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
+                pgqueue._level_position(m) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m) >= from_id and pgqueue._level_position(m) < below_id
+            limit wanted
+        ) w;
+    elsif q.kind is not null then
         select
             array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
         into ids, ready_ids, spent_ids
@@ -3746,9 +3812,9 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int) is
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int, boolean) is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
-among them. Null if there are none.';
+among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
 language plpgsql stable as $$
@@ -4360,6 +4426,39 @@ begin
 end;
 $$;
 
+create function pgqueue._lock_levels(
+    q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
+    out ids bigint[], out positions bigint[]
+)
+language plpgsql volatile as $$
+begin
+    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
+    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
+    -- from locking more than is wanted.
+    select coalesce(array_agg(w.id), '{}'), array_agg(w.position) into ids, positions
+    from (
+        select r.id, r.position
+        from unnest(from_positions, below_positions) as l (from_position, below_position)
+        cross join lateral (
+            select m.id, pgqueue._level_position(m) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m) >= l.from_position and pgqueue._level_position(m) < l.below_position
+                and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+            limit wanted for update skip locked
+        ) r
+        limit wanted
+    ) w;
+    if pgqueue._is_walk_over(at) then
+        ids := pgqueue._keep_ready(q, ids, at);
+    end if;
+end;
+$$;
+comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
+'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
+that is over returns the positions of visible messages that are not ready, too.';
+
 create function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 ) returns bigint[]
@@ -4402,15 +4501,23 @@ create function pgqueue._sweep_recent(
 ) returns bigint[]
 language plpgsql volatile as $$
 declare
-    visible_ids constant bigint[] := array(
+    floors bigint[];
+    visible_ids bigint[];
+    candidate_ids bigint[];
+begin
+    if q.priorities then
+        floors := pgqueue._level_floors(pgqueue._level_registers(q));
+        return (pgqueue._lock_levels(
+            q, array(select greatest(pgqueue._level_start(f), f - recent_count) from unnest(floors) as f), floors, taken, at,
+            wanted)).ids;
+    end if;
+    visible_ids := array(
         select i
         from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
         cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
         cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at, 1000) as m
         cross join lateral unnest(m.ready_ids || m.spent_ids) as i
         limit 1000);
-    candidate_ids bigint[];
-begin
     if visible_ids = '{}' then
         return visible_ids;
     end if;
@@ -4421,7 +4528,7 @@ end;
 $$;
 comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
-late. Returns up to wanted ids of ready messages, locked.';
+late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -4512,6 +4619,8 @@ create function pgqueue._sweep(
 language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
+    -- Where there can be messages that claims have passed: ids or, in a queue with priorities, positions.
+    possible int8multirange;
     head_id bigint;
     next_id bigint;
     start_id bigint;
@@ -4537,9 +4646,15 @@ begin
     started_at := pgqueue._now();
     pages_before := pgqueue._pages_read(q);
     -- From where the last sweep stopped up to fresh_from_id, and then from the head to that place: a full pass.
-    head_id := pgqueue._first_possible_id(s);
+    if q.priorities then
+        possible := pgqueue._passed_levels(q, coalesce(s.first_id, 1));
+        head_id := coalesce(lower(possible), 1);
+    else
+        head_id := pgqueue._first_possible_id(s);
+        possible := int8multirange(int8range(head_id, greatest(head_id, fresh_from_id))) - s.vacant_ids;
+    end if;
     next_id := case when next_id >= head_id and next_id < fresh_from_id then next_id else head_id end;
-    is_far_below_fresh := next_id < fresh_from_id - 4096;
+    is_far_below_fresh := not q.priorities and next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
         -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
         candidate_ids := candidate_ids || pgqueue._sweep_recent(
@@ -4548,7 +4663,8 @@ begin
     start_id := next_id;
     <<round>>
     loop
-        if next_id = head_id and cardinality(candidate_ids) < wanted then
+        -- In a queue with priorities what comes back has its place beyond those that claims have passed.
+        if next_id = head_id and cardinality(candidate_ids) < wanted and not q.priorities then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
                 pgqueue._discard_future_time(s.first_check_at, at));
@@ -4558,14 +4674,14 @@ begin
             end if;
         end if;
         for id_range in
-            select r from unnest(int8multirange(int8range(next_id, greatest(next_id, end_id))) - s.vacant_ids) as r
+            select r from unnest(possible * int8multirange(int8range(next_id, greatest(next_id, end_id)))) as r
         loop
             next_id := lower(id_range);
             span := 1024;
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000) r;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000, q.priorities) r;
                 next_id := coalesce(page.ids[1000] + 1, below_id);
                 span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;
@@ -4573,7 +4689,8 @@ begin
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
-                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
+                        -- The next sweep continues here.
+                        next_id := case when q.priorities then page.ids[1] else candidate_ids[cardinality(candidate_ids)] + 1 end;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
@@ -4984,82 +5101,6 @@ comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestampt
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
 
-create function pgqueue._level_position(headers jsonb, place bigint) returns bigint
-language sql immutable parallel safe as $$
-    select
-        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
-        | (place & 576460752303423487)
-$$;
-comment on function pgqueue._level_position(jsonb, bigint) is
-'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
-
-create function pgqueue._level_position(m pgqueue.messages) returns bigint
-language sql immutable parallel safe
-as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
-
-create function pgqueue._level_start(level_position bigint) returns bigint
-language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
-
-create function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
-returns boolean language sql immutable parallel safe as $$
-    select pgqueue._is_in_queue(m, kind, name)
-        and pgqueue._level_position(m) >= from_position
-        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
-$$;
-
-create function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
-language sql stable as $$
-    select array(
-        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
-$$;
-
-create function pgqueue._level_floors(registers regclass[]) returns bigint[]
-language sql volatile as $$
-    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
-    select array(
-        select greatest(
-            (u.n - 1) << 59,
-            least(
-                pgqueue._register_value(u.register),
-                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
-        from unnest(registers) with ordinality as u (register, n)
-    )
-$$;
-
-create function pgqueue._lock_levels(
-    q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
-    out ids bigint[], out positions bigint[]
-)
-language plpgsql volatile as $$
-begin
-    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
-    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
-    -- from locking more than is wanted.
-    select coalesce(array_agg(w.id), '{}'), array_agg(w.position) into ids, positions
-    from (
-        select r.id, r.position
-        from unnest(from_positions, below_positions) as l (from_position, below_position)
-        cross join lateral (
-            select m.id, pgqueue._level_position(m) as position
-            from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name)
-                and pgqueue._level_position(m) >= l.from_position and pgqueue._level_position(m) < l.below_position
-                and m.id <> all (taken)
-                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-            limit wanted for update skip locked
-        ) r
-        limit wanted
-    ) w;
-    if pgqueue._is_walk_over(at) then
-        ids := pgqueue._keep_ready(q, ids, at);
-    end if;
-end;
-$$;
-comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
-that is over returns the positions of visible messages that are not ready, too.';
-
 create function pgqueue._walk_levels(
     q pgqueue.queues, at timestamptz, taken bigint[], wanted int, oldest_first boolean
 ) returns bigint[]
@@ -5095,12 +5136,18 @@ begin
 end;
 $$;
 
-create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz) returns void
-language plpgsql volatile as $$
+create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+returns bigint[] language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
-    -- The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._sweep_other_tables(q, state, at);
+    end if;
+    -- The registers move to the first ready message of each priority, or beyond the last message if none is ready.
+    -- Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds
+    -- these. The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
             select pgqueue._level_position(m) from pgqueue.messages m
@@ -5118,12 +5165,9 @@ begin
         where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         limit 1
     );
+    return pgqueue._sweep(q, taken, at, wanted, 9223372036854775807);
 end;
 $$;
-comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
-'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready, within 20
-ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
-finds these.';
 
 create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[]) returns void
 language plpgsql volatile as $$
@@ -5139,98 +5183,6 @@ begin
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
     group by w.position >> 59;
-end;
-$$;
-
-create function pgqueue._sweep_recent_levels(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
-) returns bigint[]
-language sql volatile as $$
-    select l.ids
-    from pgqueue._level_floors(pgqueue._level_registers(q)) as floors
-    cross join lateral pgqueue._lock_levels(
-        q, array(select greatest(pgqueue._level_start(f), f - recent_count) from unnest(floors) as f), floors, taken, at,
-        wanted) l
-$$;
-comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
-'Locks up to wanted ready messages at the last recent_count places of each priority that claims have passed, where
-transactions roll back or commit late.';
-
-create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
-returns bigint[] language plpgsql volatile as $$
-declare
-    started_at constant timestamptz := pgqueue._now();
-    started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    floors bigint[];
-    id_range int8range;
-    next_position bigint := 1;
-    below_position bigint;
-    span bigint;
-    page record;
-    spent_ids bigint[] := '{}'::bigint[];
-    candidate_ids bigint[] := taken;
-begin
-    -- For 50 ms, concurrent claims do not start another sweep.
-    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(q, at);
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._sweep_other_tables(q, state, at);
-    end if;
-    perform pgqueue._move_levels_to_ready(q, at);
-    floors := pgqueue._level_floors(pgqueue._level_registers(q));
-
-    <<walk>>
-    for id_range in
-        -- From where the last sweep stopped to the end, and then from the start. No place is below first_id.
-        select r
-        from (values (1, int8range(started_from, null)), (2, int8range(0, started_from))) as h (half, part)
-        cross join lateral (
-            select int8range(pgqueue._level_start(f) + state.first_id, f) * h.part as r from unnest(floors) as f
-            where pgqueue._level_start(f) + state.first_id < f
-        ) s
-        where not isempty(r)
-        order by h.half, r
-    loop
-        next_position := lower(id_range);
-        span := 1000;
-        while next_position < upper(id_range) loop
-            exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
-            below_position := next_position + least(span, upper(id_range) - next_position);
-            -- Without `order by`, as in _lock_levels.
-            select
-                array_agg(w.position) as positions, array_agg(w.id) filter (where w.is_ready) as ready_ids,
-                array_agg(w.id) filter (where w.is_spent) as spent_ids
-            into page
-            from (
-                select
-                    m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
-                    pgqueue._level_position(m) as position
-                from pgqueue.messages m
-                where pgqueue._is_in_queue(m, q.kind, q.name)
-                    and pgqueue._level_position(m) >= next_position
-                    and pgqueue._level_position(m) < below_position
-                limit 1000
-            ) w;
-            spent_ids := spent_ids || page.spent_ids;
-            if page.ready_ids is not null then
-                candidate_ids := candidate_ids || pgqueue._lock_ready(
-                    q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-                -- There may be more messages here.
-                exit walk when cardinality(candidate_ids) >= wanted;
-            end if;
-            next_position := coalesce(page.positions[1000] + 1, below_position);
-            span := case when page.positions[1000] is null then pgqueue._next_span(span) else span end;
-        end loop;
-        -- After a full pass the next sweep starts with the highest priority.
-        next_position := 1;
-    end loop;
-    if cardinality(candidate_ids) < wanted and next_position > 1 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
-            q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
-    end if;
-    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
-    return candidate_ids;
 end;
 $$;
 
@@ -5287,8 +5239,9 @@ begin
     if pgqueue._is_walk_over(at) then
         return candidate_ids;
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
-            q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), null,
+            case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;

@@ -99,6 +99,58 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._level_position(headers jsonb, place bigint) returns bigint
+language sql immutable parallel safe as $$
+    select
+        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (place & 576460752303423487)
+$$;
+comment on function pgqueue._level_position(jsonb, bigint) is
+'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
+
+create or replace function pgqueue._level_position(m pgqueue.messages) returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
+
+create or replace function pgqueue._level_start(level_position bigint) returns bigint
+language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
+
+create or replace function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
+returns boolean language sql immutable parallel safe as $$
+    select pgqueue._is_in_queue(m, kind, name)
+        and pgqueue._level_position(m) >= from_position
+        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
+$$;
+
+create or replace function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
+language sql stable as $$
+    select array(
+        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
+$$;
+
+create or replace function pgqueue._level_floors(registers regclass[]) returns bigint[]
+language sql volatile as $$
+    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
+    select array(
+        select greatest(
+            (u.n - 1) << 59,
+            least(
+                pgqueue._register_value(u.register),
+                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
+        from unnest(registers) with ordinality as u (register, n)
+    )
+$$;
+
+create or replace function pgqueue._passed_levels(q pgqueue.queues, first_id bigint) returns int8multirange
+language sql volatile as $$
+    select coalesce(range_agg(int8range(pgqueue._level_start(f) + first_id, f)), '{}')
+    from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f
+    where pgqueue._level_start(f) + first_id < f
+$$;
+comment on function pgqueue._passed_levels(pgqueue.queues, bigint) is
+'The positions that claims have passed, from the place first_id on: no message has a lower place.';
+
 create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
 begin

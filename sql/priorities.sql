@@ -2,82 +2,6 @@
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
 
-create or replace function pgqueue._level_position(headers jsonb, place bigint) returns bigint
-language sql immutable parallel safe as $$
-    select
-        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
-        | (place & 576460752303423487)
-$$;
-comment on function pgqueue._level_position(jsonb, bigint) is
-'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
-
-create or replace function pgqueue._level_position(m pgqueue.messages) returns bigint
-language sql immutable parallel safe
-as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
-
-create or replace function pgqueue._level_start(level_position bigint) returns bigint
-language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
-
-create or replace function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
-returns boolean language sql immutable parallel safe as $$
-    select pgqueue._is_in_queue(m, kind, name)
-        and pgqueue._level_position(m) >= from_position
-        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
-$$;
-
-create or replace function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
-language sql stable as $$
-    select array(
-        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
-$$;
-
-create or replace function pgqueue._level_floors(registers regclass[]) returns bigint[]
-language sql volatile as $$
-    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
-    select array(
-        select greatest(
-            (u.n - 1) << 59,
-            least(
-                pgqueue._register_value(u.register),
-                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
-        from unnest(registers) with ordinality as u (register, n)
-    )
-$$;
-
-create or replace function pgqueue._lock_levels(
-    q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
-    out ids bigint[], out positions bigint[]
-)
-language plpgsql volatile as $$
-begin
-    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
-    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
-    -- from locking more than is wanted.
-    select coalesce(array_agg(w.id), '{}'), array_agg(w.position) into ids, positions
-    from (
-        select r.id, r.position
-        from unnest(from_positions, below_positions) as l (from_position, below_position)
-        cross join lateral (
-            select m.id, pgqueue._level_position(m) as position
-            from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name)
-                and pgqueue._level_position(m) >= l.from_position and pgqueue._level_position(m) < l.below_position
-                and m.id <> all (taken)
-                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-            limit wanted for update skip locked
-        ) r
-        limit wanted
-    ) w;
-    if pgqueue._is_walk_over(at) then
-        ids := pgqueue._keep_ready(q, ids, at);
-    end if;
-end;
-$$;
-comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
-that is over returns the positions of visible messages that are not ready, too.';
-
 create or replace function pgqueue._walk_levels(
     q pgqueue.queues, at timestamptz, taken bigint[], wanted int, oldest_first boolean
 ) returns bigint[]
@@ -113,12 +37,18 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz) returns void
-language plpgsql volatile as $$
+create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+returns bigint[] language plpgsql volatile as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
-    -- The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._sweep_other_tables(q, state, at);
+    end if;
+    -- The registers move to the first ready message of each priority, or beyond the last message if none is ready.
+    -- Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds
+    -- these. The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
             select pgqueue._level_position(m) from pgqueue.messages m
@@ -136,12 +66,9 @@ begin
         where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         limit 1
     );
+    return pgqueue._sweep(q, taken, at, wanted, 9223372036854775807);
 end;
 $$;
-comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
-'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready, within 20
-ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
-finds these.';
 
 create or replace function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[]) returns void
 language plpgsql volatile as $$
@@ -157,98 +84,6 @@ begin
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
     group by w.position >> 59;
-end;
-$$;
-
-create or replace function pgqueue._sweep_recent_levels(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
-) returns bigint[]
-language sql volatile as $$
-    select l.ids
-    from pgqueue._level_floors(pgqueue._level_registers(q)) as floors
-    cross join lateral pgqueue._lock_levels(
-        q, array(select greatest(pgqueue._level_start(f), f - recent_count) from unnest(floors) as f), floors, taken, at,
-        wanted) l
-$$;
-comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
-'Locks up to wanted ready messages at the last recent_count places of each priority that claims have passed, where
-transactions roll back or commit late.';
-
-create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
-returns bigint[] language plpgsql volatile as $$
-declare
-    started_at constant timestamptz := pgqueue._now();
-    started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    floors bigint[];
-    id_range int8range;
-    next_position bigint := 1;
-    below_position bigint;
-    span bigint;
-    page record;
-    spent_ids bigint[] := '{}'::bigint[];
-    candidate_ids bigint[] := taken;
-begin
-    -- For 50 ms, concurrent claims do not start another sweep.
-    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(q, at);
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._sweep_other_tables(q, state, at);
-    end if;
-    perform pgqueue._move_levels_to_ready(q, at);
-    floors := pgqueue._level_floors(pgqueue._level_registers(q));
-
-    <<walk>>
-    for id_range in
-        -- From where the last sweep stopped to the end, and then from the start. No place is below first_id.
-        select r
-        from (values (1, int8range(started_from, null)), (2, int8range(0, started_from))) as h (half, part)
-        cross join lateral (
-            select int8range(pgqueue._level_start(f) + state.first_id, f) * h.part as r from unnest(floors) as f
-            where pgqueue._level_start(f) + state.first_id < f
-        ) s
-        where not isempty(r)
-        order by h.half, r
-    loop
-        next_position := lower(id_range);
-        span := 1000;
-        while next_position < upper(id_range) loop
-            exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
-            below_position := next_position + least(span, upper(id_range) - next_position);
-            -- Without `order by`, as in _lock_levels.
-            select
-                array_agg(w.position) as positions, array_agg(w.id) filter (where w.is_ready) as ready_ids,
-                array_agg(w.id) filter (where w.is_spent) as spent_ids
-            into page
-            from (
-                select
-                    m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
-                    pgqueue._level_position(m) as position
-                from pgqueue.messages m
-                where pgqueue._is_in_queue(m, q.kind, q.name)
-                    and pgqueue._level_position(m) >= next_position
-                    and pgqueue._level_position(m) < below_position
-                limit 1000
-            ) w;
-            spent_ids := spent_ids || page.spent_ids;
-            if page.ready_ids is not null then
-                candidate_ids := candidate_ids || pgqueue._lock_ready(
-                    q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-                -- There may be more messages here.
-                exit walk when cardinality(candidate_ids) >= wanted;
-            end if;
-            next_position := coalesce(page.positions[1000] + 1, below_position);
-            span := case when page.positions[1000] is null then pgqueue._next_span(span) else span end;
-        end loop;
-        -- After a full pass the next sweep starts with the highest priority.
-        next_position := 1;
-    end loop;
-    if cardinality(candidate_ids) < wanted and next_position > 1 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
-            q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
-    end if;
-    perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, next_position);
-    return candidate_ids;
 end;
 $$;
 
@@ -305,8 +140,9 @@ begin
     if pgqueue._is_walk_over(at) then
         return candidate_ids;
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
-            q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
+        candidate_ids := candidate_ids || pgqueue._sweep_recent(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), null,
+            case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and not is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;

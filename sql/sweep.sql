@@ -116,6 +116,39 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._lock_levels(
+    q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
+    out ids bigint[], out positions bigint[]
+)
+language plpgsql volatile as $$
+begin
+    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
+    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
+    -- from locking more than is wanted.
+    select coalesce(array_agg(w.id), '{}'), array_agg(w.position) into ids, positions
+    from (
+        select r.id, r.position
+        from unnest(from_positions, below_positions) as l (from_position, below_position)
+        cross join lateral (
+            select m.id, pgqueue._level_position(m) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m) >= l.from_position and pgqueue._level_position(m) < l.below_position
+                and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+            limit wanted for update skip locked
+        ) r
+        limit wanted
+    ) w;
+    if pgqueue._is_walk_over(at) then
+        ids := pgqueue._keep_ready(q, ids, at);
+    end if;
+end;
+$$;
+comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
+'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
+that is over returns the positions of visible messages that are not ready, too.';
+
 create or replace function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
 ) returns bigint[]
@@ -158,15 +191,23 @@ create or replace function pgqueue._sweep_recent(
 ) returns bigint[]
 language plpgsql volatile as $$
 declare
-    visible_ids constant bigint[] := array(
+    floors bigint[];
+    visible_ids bigint[];
+    candidate_ids bigint[];
+begin
+    if q.priorities then
+        floors := pgqueue._level_floors(pgqueue._level_registers(q));
+        return (pgqueue._lock_levels(
+            q, array(select greatest(pgqueue._level_start(f), f - recent_count) from unnest(floors) as f), floors, taken, at,
+            wanted)).ids;
+    end if;
+    visible_ids := array(
         select i
         from pgqueue._possible_ranges(q.name, fresh_from_id - recent_count, fresh_from_id) as r
         cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
         cross join lateral pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at, 1000) as m
         cross join lateral unnest(m.ready_ids || m.spent_ids) as i
         limit 1000);
-    candidate_ids bigint[];
-begin
     if visible_ids = '{}' then
         return visible_ids;
     end if;
@@ -177,7 +218,7 @@ end;
 $$;
 comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
-late. Returns up to wanted ids of ready messages, locked.';
+late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -268,6 +309,8 @@ create or replace function pgqueue._sweep(
 language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
+    -- Where there can be messages that claims have passed: ids or, in a queue with priorities, positions.
+    possible int8multirange;
     head_id bigint;
     next_id bigint;
     start_id bigint;
@@ -293,9 +336,15 @@ begin
     started_at := pgqueue._now();
     pages_before := pgqueue._pages_read(q);
     -- From where the last sweep stopped up to fresh_from_id, and then from the head to that place: a full pass.
-    head_id := pgqueue._first_possible_id(s);
+    if q.priorities then
+        possible := pgqueue._passed_levels(q, coalesce(s.first_id, 1));
+        head_id := coalesce(lower(possible), 1);
+    else
+        head_id := pgqueue._first_possible_id(s);
+        possible := int8multirange(int8range(head_id, greatest(head_id, fresh_from_id))) - s.vacant_ids;
+    end if;
     next_id := case when next_id >= head_id and next_id < fresh_from_id then next_id else head_id end;
-    is_far_below_fresh := next_id < fresh_from_id - 4096;
+    is_far_below_fresh := not q.priorities and next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
         -- The full pass takes long. Messages of transactions that have just rolled back or committed are found here.
         candidate_ids := candidate_ids || pgqueue._sweep_recent(
@@ -304,7 +353,8 @@ begin
     start_id := next_id;
     <<round>>
     loop
-        if next_id = head_id and cardinality(candidate_ids) < wanted then
+        -- In a queue with priorities what comes back has its place beyond those that claims have passed.
+        if next_id = head_id and cardinality(candidate_ids) < wanted and not q.priorities then
             candidate_ids := candidate_ids || pgqueue._sweep_requeued(
                 q, candidate_ids, at, wanted - cardinality(candidate_ids),
                 pgqueue._discard_future_time(s.first_check_at, at));
@@ -314,14 +364,14 @@ begin
             end if;
         end if;
         for id_range in
-            select r from unnest(int8multirange(int8range(next_id, greatest(next_id, end_id))) - s.vacant_ids) as r
+            select r from unnest(possible * int8multirange(int8range(next_id, greatest(next_id, end_id)))) as r
         loop
             next_id := lower(id_range);
             span := 1024;
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000) r;
+                select r.* into page from pgqueue._read_messages(q, next_id, below_id, at, 1000, q.priorities) r;
                 next_id := coalesce(page.ids[1000] + 1, below_id);
                 span := case when page.ids[1000] is null then pgqueue._next_span(span) else span end;
                 spent_ids := spent_ids || page.spent_ids;
@@ -329,7 +379,8 @@ begin
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, page.ready_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
-                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;  -- the next sweep continues here
+                        -- The next sweep continues here.
+                        next_id := case when q.priorities then page.ids[1] else candidate_ids[cardinality(candidate_ids)] + 1 end;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';

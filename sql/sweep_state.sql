@@ -89,12 +89,26 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
 create or replace function pgqueue._read_messages(
-    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int,
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int, by_level boolean default false,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
 )
 language plpgsql stable as $$
 begin
-    if q.kind is not null then
+    if by_level then
+        -- Without `order by`, as in _lock_levels.
+        select
+            array_agg(w.position), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+        into ids, ready_ids, spent_ids
+        from (
+            select
+                m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
+                pgqueue._level_position(m) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m) >= from_id and pgqueue._level_position(m) < below_id
+            limit wanted
+        ) w;
+    elsif q.kind is not null then
         select
             array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
         into ids, ready_ids, spent_ids
@@ -116,9 +130,9 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int) is
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int, boolean) is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
-among them. Null if there are none.';
+among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
 create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
 language plpgsql stable as $$
