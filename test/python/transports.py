@@ -30,53 +30,20 @@ class Received(NamedTuple):
     body: bytes | None
 
 
-# The transport creates its tables with these statements, also if they exist.
-QUEUE_TABLE = """
-create table if not exists {q} (
-    Id uuid not null primary key, Expires timestamp, Headers text not null, Body bytea, Seq serial not null unique
-)
-"""
-DELAYED_TABLE = """
-create table if not exists {q} (
-    Id uuid not null default gen_random_uuid() primary key, Headers text not null, Body bytea, Due timestamptz not null
-)
-"""
-
-
-class Table:
-    """A table of the transport, or a relation in its place, by the address in which the names are quoted."""
+class Transport:
+    """The statements of the transport on the relation of a queue, by the address in which the names are quoted."""
 
     def __init__(self, connection: psycopg.Connection[Any], address: str) -> None:
         self.connection = connection
         self.address = address
 
-    def execute(self, statement: str, *values: Any, **names: str) -> psycopg.Cursor[Any]:
+    def execute(self, statement: str, *values: Any) -> psycopg.Cursor[Any]:
         """Execute a statement, with the address in place of {q}."""
-        parts = {key: sql.SQL(value) for key, value in {"q": self.address, **names}.items()}
-        return self.connection.execute(sql.SQL(statement).format(**parts), values)
+        return self.connection.execute(sql.SQL(statement).format(q=sql.SQL(self.address)), values)
 
-
-class Transport(Table):
-    """The statements of the transport on the table of a queue."""
-
-    def create(self) -> None:
-        """Create the table if it does not exist."""
-        self.execute(QUEUE_TABLE)
-
-    def send(
-        self, headers: str | None, body: bytes | None, ttbr: int | None = None, given: uuid.UUID | None = None
-    ) -> uuid.UUID:
-        """Insert a message that lives for `ttbr` milliseconds."""
-        number = given or uuid.uuid4()
-        self.execute(
-            "insert into {q} (Id, Expires, Headers, Body)"
-            " values (%s, now() at time zone 'UTC' + %s::bigint * interval '1 ms', %s, %s)",
-            number,
-            ttbr,
-            headers,
-            body,
-        )
-        return number
+    def send(self, headers: str, body: bytes) -> None:
+        """Insert a message."""
+        self.execute("insert into {q} (Id, Headers, Body) values (gen_random_uuid(), %s, %s)", headers, body)
 
     def receive(self) -> Received | None:
         """Delete the lowest message that no transaction has locked."""
@@ -108,30 +75,6 @@ class Transport(Table):
             table,
         )
         return int(length)
-
-    def purge(self) -> int:
-        """Delete everything."""
-        return self.execute("delete from {q}").rowcount
-
-
-class DelayedMessages(Table):
-    """The statements of the transport on its table of delayed messages."""
-
-    def store(self, headers: str | None, body: bytes | None, seconds: float) -> None:
-        """Insert a message that is due after some seconds."""
-        self.execute(
-            "insert into {q} (Headers, Body, Due) select %s, %s, now() + %s * interval '1 s'", headers, body, seconds
-        )
-
-    def move_due(self, queue: Transport, batch: int = 100) -> int:
-        """Move messages that are due into the table of a queue."""
-        return self.execute(
-            "with message as ("
-            "delete from {q} where id in (select id from {q} where due < now() limit %s) returning id, headers, body)"
-            " insert into {into} (id, expires, headers, body) select id, null, headers, body from message",
-            batch,
-            into=queue.address,
-        ).rowcount
 
 
 def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:

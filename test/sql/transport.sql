@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(165);
+select plan(172);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -229,6 +229,29 @@ select is((pg_temp.take('transport')).body, 'x'::bytea, 'a message is received b
 rollback to receiving;
 select is(pg_temp.estimate('transport'), 1, 'a rollback restores a received message');
 select throws_ok($$ select pg_temp.send('transport', '{}', 'x', t.id) from public.transport t $$, '23505', null, 'sending a message under an existing id raises an error');
+select lives_ok($$ select pg_temp.send('transport', t.headers, t.body, t.id) from pg_temp.take('transport') t $$, 'a received message can be sent under its id in the same transaction');
+set local client_min_messages = error;
+select lives_ok($$ create table if not exists public.transport (Id uuid not null primary key, Expires timestamp, Headers text not null, Body bytea, Seq serial not null unique) $$, 'a transport may create the table of an exposed queue again');
+reset client_min_messages;
+create temp table delayed (id uuid default gen_random_uuid(), headers text, body bytea, due timestamptz);
+insert into delayed (headers, body, due) values ('{"n":"due"}', null, now() - interval '1 s'), ('{"n":"late"}', 'x', now() + interval '1 h');
+with message as (delete from delayed where id in (select id from delayed where due < now() limit 100) returning id, headers, body)
+insert into public.transport (id, expires, headers, body) select id, null, headers, body from message;
+select results_eq($$ select t.headers, t.body from public.transport t order by t.seq $$, $$ values ('{}', 'x'::bytea), ('{"n":"due"}', '') $$, 'a transport moves its delayed messages into the relation');
+
+delete from public.transport;
+create function pg_temp.stored_in(zone text, out is_short boolean, out stored text, out shown text) language plpgsql as $$
+begin
+    perform set_config('timezone', zone, true), pg_temp.send('transport', '{}', 'short', ttbr => 60000);
+    insert into public.transport (expires, headers, body) values ('2030-03-31 02:30:00', '{}', 'absolute');
+    select m.expires_at - m.enqueued_at between '50 s' and '60 s' into is_short from pgqueue.messages m where m.queue_name = 'transport' and m.body = 'short';
+    select (m.expires_at at time zone 'UTC')::text, t.expires::text into stored, shown
+    from pgqueue.messages m join public.transport t on t.body = m.body where m.queue_name = 'transport' and m.body = 'absolute';
+    delete from public.transport;
+    perform set_config('timezone', 'UTC', true);
+end $$;
+-- This local time does not exist in Berlin on that date.
+select is(pg_temp.stored_in(z)::text, '(t,"2030-03-31 02:30:00","2030-03-31 02:30:00")', 'timestamps of the relation are UTC in ' || z) from unnest(array['UTC', 'America/St_Johns', 'Pacific/Apia', 'Europe/Berlin']) z;
 
 -- Names of relations.
 create schema "transport's ""schema""";

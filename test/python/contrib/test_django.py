@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["shop"]
 
 NOW = timedelta(0)
-WAITING = (
-    "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
-    " where l.locktype = 'advisory' and not l.granted and d.datname = current_database()"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -365,23 +361,6 @@ def test_the_check_names_models_that_are_written_elsewhere(shop: Shop, capsys: p
 
 
 # The command
-
-
-def test_a_killed_worker_leaves_the_effect_once(shop: Shop) -> None:
-    order = new_order()
-    with shop.connect() as beside:
-        beside.execute("select pg_advisory_lock(1)")
-        options = ("--concurrency", "2", "--visibility-timeout", "1s")
-        with shop.working("orders", "django_handlers:ship_and_wait", *options) as victim:
-            wait_for(lambda: value(beside, WAITING))
-            with shop.working("orders", "django_handlers:ship_and_wait", *options):
-                victim.kill()
-                assert victim.wait(PATIENCE) < 0
-                assert shipments() == 0
-                beside.execute("select pg_advisory_unlock(1)")
-                wait_for(lambda: order.shipments.count())
-                wait_for(lambda: queue("orders").stats().inflight_messages == 0)
-    assert shipments() == 1
 
 
 def test_a_worker_ends_when_its_queue_is_empty(caplog: pytest.LogCaptureFixture) -> None:

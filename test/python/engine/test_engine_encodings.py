@@ -18,47 +18,17 @@ HEADERS = {
 }
 
 
-# What "alter database" can set, with values other than those of the server.
+# What an installation meets. grants.sql has all settings of a session, for each verb.
 SETTINGS = {
-    "array_nulls": "off",
-    "backslash_quote": "off",
-    "bytea_output": "escape",
     "check_function_bodies": "off",
-    "client_min_messages": "error",
-    "constraint_exclusion": "on",
-    "createrole_self_grant": "set,inherit",
     "DateStyle": "German,DMY",
-    "debug_parallel_query": "on",
-    "default_statistics_target": "1",
-    "default_transaction_deferrable": "on",
     "default_transaction_isolation": "serializable",
-    "enable_bitmapscan": "off",
-    "enable_hashjoin": "off",
-    "enable_indexscan": "off",
-    "enable_memoize": "off",
-    "enable_partition_pruning": "off",
-    "enable_seqscan": "off",
-    "escape_string_warning": "off",
-    "extra_float_digits": "-15",
-    "from_collapse_limit": "1",
-    "gin_fuzzy_search_limit": "1",
     "IntervalStyle": "sql_standard",
-    "jit_above_cost": "0",
-    "join_collapse_limit": "1",
-    "lo_compat_privileges": "on",
-    "parallel_setup_cost": "0",
-    "parallel_tuple_cost": "0",
     "plan_cache_mode": "force_generic_plan",
     "quote_all_identifiers": "on",
-    "row_security": "off",
     "search_path": "information_schema",
     "standard_conforming_strings": "off",
-    "synchronous_commit": "off",
-    "synchronize_seqscans": "off",
     "TimeZone": "Asia/Kathmandu",
-    "transform_null_equals": "on",
-    "work_mem": "64kB",
-    "xmloption": "document",
 }
 
 

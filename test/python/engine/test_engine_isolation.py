@@ -52,17 +52,3 @@ def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, lev
         assert call("select pgqueue.unexpose_transport(%s)") == (True,)
         assert call("select pgqueue.drop_queue(%s)") == (0,)
         assert call("select count(*) from pgqueue.queues where name = %s") == (0,)
-
-
-def test_a_snapshot_that_may_miss_a_relation_turns_no_archive_off(
-    database: str, connection: psycopg.Connection[Any], name: str
-) -> None:
-    connection.execute("select pgqueue.create_queue(%s, dedicated => true, archive_for => '1 day')", (name,))
-    with connect(database) as admin:
-        for change in ("expose_transport", "unexpose_transport"):
-            admin.execute("begin isolation level repeatable read")
-            admin.execute("select pgqueue.get_queue(%s)", (name,))
-            connection.execute(f"select pgqueue.{change}(%s)", (name,))
-            with pytest.raises(psycopg.errors.SerializationFailure):
-                admin.execute("select pgqueue.alter_queue(%s, archive_for => '0')", (name,))
-            admin.execute("rollback")

@@ -5,14 +5,13 @@ After a lock wait, functions use the current state of the queue.
 
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
-from clients import connect, is_blocked, wait_for
+from clients import connect
 from psycopg import sql
 from transports import patient
 
@@ -184,76 +183,6 @@ def test_a_stranger_that_locks_a_queue_delays_calls_and_loses_nothing(
         assert len(another.claim(2)) == 2
     assert queue.ack(message.id, message.claim_token)
     assert [found.payload for found in queue.claim(10)] == [2]
-
-
-@pytest.mark.parametrize(("first", "second"), [("1 day", "0"), ("0", "1 day")])
-def test_alter_queue_sees_the_current_archive_setting_after_a_lock_wait(
-    connection: psycopg.Connection[Any], database: str, name: str, first: str, second: str
-) -> None:
-    # A session processes catalog invalidations when it takes a relation lock. Here it holds all its locks before the
-    # wait, so its catalog cache is stale.
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    connection.execute("select pgqueue.create_queue(%s)", (f"{name}-2",))
-    with connect(database) as admin, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
-        alter = "select pgqueue.alter_queue(%s, archive_for => %s)"
-        admin.execute(alter, (name, second))
-        admin.execute(alter, (name, second))
-        with admin.transaction():
-            admin.execute("select pgqueue.alter_queue(%s, max_attempts => 3)", (f"{name}-2",))
-            with connection.transaction():
-                connection.execute(alter, (name, first))
-                altered = pool.submit(admin.execute, alter, (name, second))
-                wait_for(lambda: is_blocked(watcher, admin))
-            altered.result()
-    queue.enqueue(1)
-    (message,) = queue.claim()
-    assert queue.ack(message.id, message.claim_token)
-    archived = connection.execute("select count(*) from pgqueue.archived_messages where queue_name = %s", (name,))
-    assert archived.fetchone() == (int(second != "0"),)
-
-
-@pytest.mark.parametrize(("change", "address"), [("expose_transport", '"public"."{}"'), ("unexpose_transport", "{}")])
-def test_subscribe_stores_the_current_address_after_a_lock_wait(
-    connection: psycopg.Connection[Any], database: str, name: str, change: str, address: str
-) -> None:
-    other = f"{name}-2"
-    connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, other],))
-    if change == "unexpose_transport":
-        connection.execute("select pgqueue.expose_transport(%s)", (name,))
-    with connect(database) as subscriber, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
-        subscribe = "select pgqueue.subscribe(%s, %s)"
-        subscriber.execute(subscribe, ("first", name))
-        with subscriber.transaction():
-            with connection.transaction():
-                connection.execute(f"select pgqueue.{change}(%s)", (name,))
-                subscriber.execute(subscribe, ("first", other))
-                subscribed = pool.submit(subscriber.execute, subscribe, ("second", name))
-                wait_for(lambda: is_blocked(watcher, subscriber))
-            assert subscribed.result().fetchone() == (True,)
-    noted = connection.execute("select queue_address from pgqueue.subscriptions where queue_name = %s", (name,))
-    assert noted.fetchall() == [(address.format(name),)] * 2
-
-
-def test_unexpose_transport_finds_a_relation_created_during_its_lock_wait(
-    connection: psycopg.Connection[Any], database: str, name: str
-) -> None:
-    connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, f"{name}-2"],))
-    with (
-        patient(connection, "unexpose_transport"),
-        connect(database) as admin,
-        connect(database) as watcher,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        unexpose = "select pgqueue.unexpose_transport(%s)"
-        assert admin.execute(unexpose, (name,)).fetchone() == (False,)
-        with admin.transaction():
-            admin.execute("select pgqueue.get_queue(%s)", (f"{name}-2",))
-            with connection.transaction():
-                connection.execute("select pgqueue.expose_transport(%s)", (name,))
-                unexposed = pool.submit(admin.execute, unexpose, (name,))
-                wait_for(lambda: is_blocked(watcher, admin))
-            assert unexposed.result().fetchone() == (True,)
 
 
 KINDS = {

@@ -81,17 +81,6 @@ def test_an_owner_without_superuser_can_use_all_functions(
         assert owned.execute("select pgqueue.drop_queue(%s)", (queue,)).fetchone() == (0,)
 
 
-@pytest.mark.parametrize("as_extension", [True, False])
-def test_an_installation_does_not_replace_an_existing_one(owned: psycopg.Connection[Any], as_extension: bool) -> None:
-    install(owned, as_extension)
-    owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
-    for _ in range(2):
-        with pytest.raises(psycopg.errors.DuplicateSchema):
-            owned.execute(SCRIPT.encode())
-        owned.execute("rollback")
-    assert owned.execute("select payload from pgqueue.claim('kept')").fetchone() == (1,)
-
-
 def test_a_failed_installation_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
     for place in (SCRIPT.index("create function pgqueue.claim("), SCRIPT.rindex("commit;")):
         with pytest.raises(psycopg.errors.DivisionByZero):
@@ -100,15 +89,3 @@ def test_a_failed_installation_leaves_nothing(owned: psycopg.Connection[Any]) ->
         assert owned.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
     owned.execute(SCRIPT.encode())
     assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []
-
-
-def test_an_existing_schema_of_another_origin_is_not_adopted(owned: psycopg.Connection[Any]) -> None:
-    owned.execute("create schema pgqueue create table messages (id int)")
-    for _ in range(2):
-        with pytest.raises(psycopg.errors.DuplicateSchema):
-            owned.execute(SCRIPT.encode())
-        owned.execute("rollback")
-        with pytest.raises(psycopg.errors.DuplicateSchema):
-            owned.execute("create extension pgqueue")
-    found = owned.execute("select relname from pg_class where relnamespace = 'pgqueue'::regnamespace").fetchall()
-    assert found == [("messages",)]

@@ -19,7 +19,6 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from commands import in_process
 from consumers import PAIR, Form, Step, prepare, rows, together
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import ADMIN, Server, configuration, serving
@@ -169,15 +168,6 @@ def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connec
     concurrently(work)
     assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(rounds)]
     assert is_empty(connection, name)
-
-
-def test_commands_run_behind_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
-    Queue(connection, name).create_queue()
-    lines = "".join(f"{n}\n" for n in range(100))
-    for words in (["send", name, "--file", "-"], ["list"], ["browse", name], ["stats", name]):
-        done = in_process(bouncer, *words, stdin=lines if words[0] == "send" else None)
-        assert done.status == 0, done
-    assert Queue(connection, name).stats().ready_messages == 100
 
 
 # The consumer

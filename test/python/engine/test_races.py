@@ -1,29 +1,12 @@
-"""Concurrent sessions: every message leaves exactly once, and queues can be created and dropped meanwhile."""
+"""Sessions that lock messages, keep limits for long, or use plain SQL beside others."""
 
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import psycopg
-from clients import connect, is_blocked, wait_for
+from clients import PATIENCE, connect, wait_for
 
-
-def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
-    database: str, connection: psycopg.Connection[Any], name: str
-) -> None:
-    connection.execute("select pgqueue.create_queue(%s)", (name,))
-    connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
-    with connect(database) as blocker, connect(database) as consumer, ThreadPoolExecutor() as pool:
-        with blocker.transaction():
-            blocker.execute("lock table pgqueue.messages in access exclusive mode")
-            claimed = pool.submit(
-                consumer.execute, "select visible_at - interval '1 h' from pgqueue.claim(%s, 1, '1 h')", (name,)
-            )
-            wait_for(lambda: is_blocked(connection, consumer))
-            released_at = connection.execute("select clock_timestamp()").fetchone()
-        began_at = claimed.result().fetchone()
-    assert released_at is not None
-    assert began_at is not None
-    assert began_at > released_at
+import pgqueue
 
 
 def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
@@ -50,3 +33,78 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
 
         # A sweep stops after 50 ms, in which a busy machine can check fewer than 1,100 messages. Then another follows.
         wait_for(has_claimed_the_others)
+
+
+def test_a_claim_that_is_not_committed_keeps_others_waiting_for_a_short_time_only(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(max_in_flight=2)
+    queue.enqueue_batch([1, 2, 3])
+    connection.execute(f"set statement_timeout = '{PATIENCE} s'")
+    with psycopg.connect(database) as own, own.transaction(force_rollback=True):
+        assert [message.payload for message in pgqueue.Queue(own, name).claim()] == [1]
+        assert list(queue.claim(3)) == []
+    assert len(list(queue.claim(3))) == 2
+
+
+def test_a_message_that_has_returned_to_an_old_id_is_counted_above_a_dead_letter(
+    connection: psycopg.Connection[Any], name: str
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(max_in_flight=2)
+    queue.enqueue("dead")
+    (dead,) = queue.claim()
+    assert queue.reject(dead.id, dead.claim_token)
+    returning = queue.enqueue("returning")
+    (claimed,) = queue.claim()
+    assert queue.nack(claimed.id, claimed.claim_token, delay=timedelta(hours=1))
+
+    def is_vacant() -> bool:
+        queue.enqueue("passing")
+        for passing in queue.claim():
+            assert queue.ack(passing.id, passing.claim_token)
+        connection.execute(
+            "select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))"
+            " from pgqueue.queues q where q.name = %s",
+            [name],
+        )
+        row = connection.execute(
+            "select s.vacant_ids @> %s::bigint and s.first_id <= %s from pgqueue.sweep_state s where s.queue_name = %s",
+            [returning, dead.id, name],
+        ).fetchone()
+        return row == (True,)
+
+    wait_for(is_vacant)
+    connection.execute("update pgqueue.scheduled_messages set due_at = now() where id = %s", [returning])
+    connection.execute("select setval(q.first_due_at, 1) from pgqueue.queues q where q.name = %s", [name])
+    assert [message.id for message in wait_for(lambda: list(queue.claim()))] == [returning]
+    queue.enqueue_batch(["first", "second"])
+    assert len(queue.claim(5)) == 1
+
+
+def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(group_limit=1)
+    with connect(database) as own:  # a session in which the owner has not prepared the expressions of the indexes
+        own.execute("create role pgqueue_test_groups")
+        try:
+            own.execute("select pgqueue.grant_access('pgqueue_test_groups', 'raw')")
+            own.execute("set role pgqueue_test_groups")
+            insert = "insert into pgqueue.messages (queue_name, payload, headers) values (%s, %s, %s)"
+            for number in "1", "2":
+                own.execute(insert, [name, number, '{"pgqueue.group": "a"}'])
+            own.execute(
+                "update pgqueue.messages set attempt_count = 1, visible_at = now() + interval '1 min'"
+                " where queue_name = %s and payload = '1'",
+                [name],
+            )
+            assert list(pgqueue.Queue(connection, name).claim(2)) == []
+            own.execute("delete from pgqueue.messages where queue_name = %s and payload = '1'", [name])
+            (message,) = pgqueue.Queue(connection, name).claim(2)
+            assert message.payload == 2
+        finally:
+            own.execute("reset role")
+            own.execute("drop owned by pgqueue_test_groups")
+            own.execute("drop role pgqueue_test_groups")

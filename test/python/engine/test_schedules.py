@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
-from clients import connect, is_blocked, new_seed, value, wait_for
+from clients import connect, new_seed, value, wait_for
 from cronsim import CronSim, CronSimError
 
 import pgqueue
@@ -129,21 +129,6 @@ def test_each_tick_is_one_message_for_many_consumers(
     (planned,) = orders.browse("scheduled")
     assert planned.headers is not None
     assert planned.headers["pgqueue.schedule"] == orders.name
-
-
-def test_a_change_waits_for_the_transaction_that_takes_a_tick(
-    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue
-) -> None:
-    orders.create_schedule(orders.name, "@hourly")
-    make_due(connection, orders.name)
-    with connect(database) as consumer, connect(database) as admin, ThreadPoolExecutor(1) as threads:
-        with consumer.transaction():
-            assert len(pgqueue.Queue(consumer, orders.name).receive()) == 1
-            changing = threads.submit(pgqueue.Queues(admin).alter_schedule, orders.name, "@daily")
-            wait_for(lambda: is_blocked(connection, admin))
-        assert changing.result() is not None
-    assert [(message.headers or {})["pgqueue.schedule"] for message in orders.browse("scheduled")] == [orders.name]
-    assert orders.list_schedules()[0].cron == "@daily"
 
 
 def test_a_compaction_keeps_the_next_tick(connection: psycopg.Connection[Any], orders: pgqueue.Queue) -> None:

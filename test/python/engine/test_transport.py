@@ -4,7 +4,6 @@ import json
 import random
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,15 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import buffers, drop, value, wait_for
-from transports import (
-    DELAYED_TABLE,
-    DelayedMessages,
-    Table,
-    Transport,
-    patient,
-    pump,
-    send_numbered,
-)
+from transports import Transport, patient, pump, send_numbered
 
 import pgqueue
 
@@ -71,135 +62,6 @@ def rest(transport: Transport, name: str) -> None:
     transport.connection.execute(
         "update pgqueue.transports set next_at = clock_timestamp() + '55 s' where queue_name = %s", (name,)
     )
-
-
-# The relation and a table of the transport's own, under the same statements.
-
-
-@pytest.fixture
-def own_table(connection: psycopg.Connection[Any], name: str) -> Iterator[Transport]:
-    """A table that the transport created."""
-    table = Transport(connection, f'"public"."{name}.own"')
-    table.create()
-    yield table
-    table.execute("drop table {q}")
-
-
-def outcome(table: Table, step: Callable[[], Any]) -> Any:
-    """What a step returns, or the SQLSTATE with which it fails."""
-    try:
-        with table.connection.transaction():
-            return step()
-    except psycopg.Error as error:
-        return error.sqlstate
-
-
-def received(table: Transport) -> tuple[str, bytes, int] | None:
-    """What a receive returns, as the transport reads it: a body that is null is empty."""
-    message = table.receive()
-    return message and (message.headers, message.body or b"", message.expired)
-
-
-def drained(table: Transport) -> list[tuple[str, bytes, int]]:
-    """What the receives return until the table is empty."""
-    return list(iter(lambda: received(table), None))
-
-
-def insert_twice(table: Transport) -> list[Any]:
-    number = uuid.uuid4()
-    return [outcome(table, lambda: table.send("{}", b"x", given=number) == number) for _ in range(2)]
-
-
-def insert_without(columns: str) -> Callable[[Transport], Any]:
-    kept = {"id": uuid.uuid4(), "headers": "{}", "body": b"x"}
-    values = {column: None if column in columns else value for column, value in kept.items()}
-
-    def insert(table: Transport) -> list[Any]:
-        statement = "insert into {q} (Id, Headers, Body) values (%s, %s, %s)"
-        return [outcome(table, lambda: table.execute(statement, *values.values()).rowcount), drained(table)]
-
-    return insert
-
-
-def insert_headers(*headers: str) -> Callable[[Transport], Any]:
-    def insert(table: Transport) -> list[Any]:
-        sent = [outcome(table, lambda h=h: table.send(h, b"x") is not None) for h in headers]  # type: ignore[misc]
-        return [sent, table.peek(), drained(table)]
-
-    return insert
-
-
-def insert_returning_seq(table: Transport) -> bool:
-    statement = "insert into {q} (Id, Headers, Body) values (%s, '{{}}', 'x') returning Seq"
-    first, second = (table.execute(statement, uuid.uuid4()).fetchall() for _ in range(2))
-    return second[0][0] - first[0][0] == 1 and table.execute("select Seq from {q} order by Seq").fetchall() == [
-        *first,
-        *second,
-    ]
-
-
-def count_and_purge(table: Transport) -> list[int]:
-    counts = [table.peek(), table.length()]
-    for n in range(4):
-        table.send("{}", b"%d" % n)
-    table.execute("delete from {q} where body in ('0', '2')")
-    return [*counts, table.peek(), table.length(), table.purge(), table.peek(), table.length(), table.purge()]
-
-
-def create_again(table: Transport) -> list[Any]:
-    table.send("{}", b"x")
-    return [outcome(table, table.create), drained(table)]
-
-
-def move_delayed_messages(table: Transport) -> list[Any]:
-    delayed = DelayedMessages(table.connection, table.address.replace('"."', '"."delayed.'))
-    delayed.execute(DELAYED_TABLE)
-    for body, seconds in ((b"late", 3600), (b"due", -1), (None, -1)):
-        delayed.store('{"a":"b"}', body, seconds)
-    moved = [delayed.move_due(table), delayed.move_due(table)]
-    delayed.execute("drop table {q}")
-    return [moved, sorted(drained(table))]
-
-
-def move_to_the_error_queue(table: Transport) -> list[Any]:
-    """Receive what cannot be read, and insert it again under its id, in one transaction."""
-    table.send("no json", b"x", ttbr=-1000)
-    with table.connection.transaction():
-        message = table.receive()
-        assert message is not None
-        table.send(message.headers, message.body, given=message.id)
-    return drained(table)
-
-
-def send_to_no_table(table: Transport) -> Any:
-    gone = Transport(table.connection, '"public"."no such table"')
-    return outcome(gone, lambda: gone.send("{}", b"x"))
-
-
-SCENARIOS: dict[str, Callable[[Transport], Any]] = {
-    "the id is null": insert_without("id"),
-    "the headers are null": insert_without("headers"),
-    "the body is null": insert_without("body"),
-    "id and headers are null": insert_without("id, headers"),
-    "the id exists": insert_twice,
-    "the headers are empty": insert_headers("", " ", "{}"),
-    "the headers cannot be read": insert_headers("no json", '{"a":', "[]", '"x"', "[" * 60000, "{}"),
-    "the headers are large": insert_headers(json.dumps({"StackTrace": "x" * 200_000}), "y" * 200_000),
-    "the insert returns seq": insert_returning_seq,
-    "messages are counted and purged": count_and_purge,
-    "the table is created again": create_again,
-    "delayed messages are moved": move_delayed_messages,
-    "a message is moved to the error queue": move_to_the_error_queue,
-    "there is no such table": send_to_no_table,
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_statements_have_the_same_result_as_on_a_table_of_the_transport(
-    connection: psycopg.Connection[Any], relation: str, own_table: Transport, scenario: str
-) -> None:
-    expected = SCENARIOS[scenario](own_table)
-    assert SCENARIOS[scenario](Transport(connection, relation)) == expected
 
 
 def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
@@ -366,31 +228,6 @@ def test_serializable_transactions_lose_no_message(database: str, relation: str)
         for work in [pool.submit(drain, level) for level in levels]:
             work.result()
     assert len(seen) == len(set(seen)) == 60
-
-
-def test_timestamps_are_utc_in_every_time_zone(
-    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
-) -> None:
-    # This local time does not exist in Berlin on that date.
-    moment = "2030-03-31 02:30:00"
-    for zone in ("UTC", "America/St_Johns", "Pacific/Apia", "Europe/Berlin"):
-        other = others(autocommit=True)
-        other.execute(f"set timezone = '{zone}'")
-        Transport(other, relation).send("{}", zone.encode(), ttbr=60_000)
-        row = connection.execute(
-            "select expires_at - enqueued_at between '50 s' and '60 s' from pgqueue.messages"
-            " where queue_name = %s and body = %s",
-            (name, zone.encode()),
-        ).fetchone()
-        assert row == (True,), zone
-        body = f"absolute {zone}".encode()
-        other.execute(f"insert into {relation} (expires, headers, body) values (%s, '{{}}', %s)", (moment, body))
-        shown = other.execute(
-            "select (expires_at at time zone 'UTC')::text, r.expires::text from pgqueue.messages m"
-            f" join {relation} r on r.body = m.body where m.queue_name = %s and m.body = %s",
-            (name, body),
-        ).fetchone()
-        assert shown == (moment, moment), zone
 
 
 def test_a_receive_reads_few_buffers_after_many_receives(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import psutil
-import psycopg
 import pytest
 from clients import wait_for
 from sparks import PATIENCE, kill, left, long, sessions
@@ -213,28 +211,6 @@ def test_a_thread_can_write_after_it_registered_the_session(spark: Any, sink: Si
         for done in [threads.submit(write), threads.submit(write)]:
             done.result()
     assert sorted(payload["id"] for payload in sink.sent()) == [0, 0, 1, 1, 2, 2]
-
-
-@long
-def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Saves) -> None:
-    from pyspark.sql.functions import udf
-
-    dsn, name = sink.dsn, sink.name
-
-    def behind_the_others(number: int) -> str:
-        if number != 700:
-            return str(number)
-        # Spark does not wait for other tasks before it aborts. Rows staged after that are left to sweep_staged.
-        staged = "select count(*) >= 1 from pgqueue.staged_attempts where queue_name = %s"
-        deadline = time.monotonic() + PATIENCE
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            while connection.execute(staged, [name]).fetchall() == [(False,)] and time.monotonic() < deadline:
-                time.sleep(0.01)
-        raise RuntimeError("boom")
-
-    with pytest.raises(Exception, match="boom"):
-        save(spark.range(0, 1000, 1, 2).select(udf(behind_the_others, "string", useArrow=False)("id").alias("payload")))
-    assert (sink.sent(), sink.staged()) == ([], 0)
 
 
 def test_a_queue_cannot_be_overwritten(sink: Sink) -> None:
