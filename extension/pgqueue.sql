@@ -2009,22 +2009,21 @@ language sql stable as $$
     order by p.proname
 $$;
 
-create function pgqueue._call_queue_handlers(
-    event text, q pgqueue.queues, before pgqueue.queues default null
-) returns void
-language plpgsql volatile as $$
+create function pgqueue._call_queue_handlers(event text, before pgqueue.queues, after pgqueue.queues)
+returns void language plpgsql volatile as $$
 declare
-    call constant text := case event when 'queue_altered' then 'select %s($2, $1)' else 'select %s($1)' end;
     handler regproc;
 begin
     for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
-        execute format(call, handler) using q, before;
+        execute format('select %s($1, $2)', handler) using before, after;
     end loop;
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<module> of each module that defines it. The queue is locked, at queue_dropping exclusively: then its
-row is deleted and its messages still exist. A handler of queue_sweeping must not wait for a lock or raise an error.';
+'Calls _on_<event>_<module>(before, after) of each module that defines it. The event is queue_changed: before is null if
+the queue was created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively;
+when it is being dropped, its row is deleted and its messages still exist. Or the event is queue_sweeping, with after
+alone: this handler must not wait for a lock or raise an error.';
 
 create function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -2552,7 +2551,7 @@ begin
     else
         perform pgqueue._drop_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_created', q);
+    perform pgqueue._call_queue_handlers('queue_changed', null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -2667,7 +2666,7 @@ begin
     if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_altered', q, before);
+    perform pgqueue._call_queue_handlers('queue_changed', before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');
@@ -2861,7 +2860,7 @@ declare
     removed bigint;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._call_queue_handlers('queue_dropping', q);
+    perform pgqueue._call_queue_handlers('queue_changed', q, null);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -4512,7 +4511,7 @@ language plpgsql volatile as $$
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
-        perform pgqueue._call_queue_handlers('queue_sweeping', q);
+        perform pgqueue._call_queue_handlers('queue_sweeping', null, q);
     end if;
 end;
 $$;
@@ -5232,23 +5231,16 @@ $$;
 create function pgqueue._rate_register(q pgqueue.queues) returns regclass
 language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create function pgqueue._on_queue_created_limits(q pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_limits(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
-    if q.rate_limit is not null then
-        perform pgqueue._create_register(q.queue_id, 'rate_used_until');
+    if after.rate_limit is not null and before.rate_limit is null then
+        perform pgqueue._create_register(after.queue_id, 'rate_used_until');
     end if;
-end;
-$$;
-
-create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if (before.max_in_flight, before.rate_limit, before.rate_period)
+    if before.name is not null and after.name is not null and (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
-        perform pgqueue._on_queue_created_limits(after);
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;
@@ -8336,9 +8328,13 @@ not looked at, nor those that come after ten queues with group_limit that had me
 -- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
-create function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_changed_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
 returns void language plpgsql volatile as $$
 begin
+    if after.name is null then
+        -- A later queue of this name, perhaps of another owner, gets no dead letters.
+        update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = before.name;
+    end if;
     if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
         return;
     end if;
@@ -8363,17 +8359,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
-
-create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues) returns void
-language sql volatile as $$
-    -- A later queue of this name, perhaps of another owner, gets no dead letters.
-    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
-$$;
-
-create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
-language plpgsql volatile as $$
+create function pgqueue._on_queue_sweeping_dead_letter_to(nothing pgqueue.queues, q pgqueue.queues)
+returns void language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;
@@ -8460,7 +8447,7 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_archive(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile set client_min_messages = warning as $$
 declare
     mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
@@ -8493,12 +8480,6 @@ begin
     end;
 end;
 $$;
-
-create function pgqueue._on_queue_created_archive(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
-
-create function pgqueue._on_queue_dropping_archive(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
 create function pgqueue._is_day_empty(day date) returns boolean
 language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
@@ -8879,10 +8860,14 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
 
-create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_streams(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
+    if after.name is null then
+        delete from pgqueue.streams t where t.queue_name = before.name;
+    end if;
+    if before.name is null or after.name is null
+        or before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
     then
         return;
@@ -8897,9 +8882,6 @@ begin
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
-
-create function pgqueue._on_queue_dropping_streams(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
 create function pgqueue._findings_of_streams(q pgqueue.queues) returns setof pgqueue.finding
 language sql volatile as $$
@@ -10037,8 +10019,9 @@ pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
 
-create function pgqueue._on_queue_dropping_topics(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+create function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
+language sql volatile
+as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name and after.name is null $$;
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
@@ -10525,13 +10508,15 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 
-create function pgqueue._on_queue_dropping_schedules(q pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
 language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
-    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
+    with gone as (
+        delete from pgqueue.schedules s where s.queue_name = before.name and after.name is null returning s.next_id
+    )
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id
 $$;
-comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
-'The messages of their next ticks would become dead letters.';
+comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
+'The messages of the next ticks of a queue that is dropped would become dead letters.';
 
 create function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -11116,7 +11101,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
-        perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers('queue_changed', q, w) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception when lock_not_available then
@@ -11183,53 +11168,45 @@ comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
-create function pgqueue._on_queue_created_transport(q pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_transport(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    seq_register constant text := format('pgqueue.queue_%s_seq', q.queue_id);
+    seq_register constant text := format('pgqueue.queue_%s_seq', after.queue_id);
 begin
-    if to_regclass(pgqueue._transport_table(q)) is null then
+    if after.name is null then
+        perform pgqueue._unexpose(before);
+    elsif before.name is not null then
+        if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
+            perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
+                format('null: queue %L has the relation of a transport', after.name));
+        end if;
+        if after.dedicated and after.archive_for is null and before.archive_for is not null then
+            -- An older snapshot may not show that the queue is exposed.
+            perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+        end if;
+        if after.dedicated then
+            perform pgqueue._sync_archive_trigger(after);
+        end if;
+    elsif to_regclass(pgqueue._transport_table(after)) is null then
         return;
-    end if;
-    if not q.dedicated or q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null then
+    elsif not after.dedicated or after.priorities or coalesce(after.group_limit, after.max_in_flight) is not null then
         -- The relation was dropped with the table that such a queue cannot have.
-        execute format('drop table %s cascade', pgqueue._transport_table(q));
+        execute format('drop table %s cascade', pgqueue._transport_table(after));
         execute format('drop sequence %s cascade', seq_register);
-        return;
-    end if;
-    -- A restore without rows has left the relation. Its trigger has the name of the queue.
-    execute format(
-        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
-        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
-        ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, seq_register::regclass, e'\\000';
-    perform pgqueue._sync_archive_trigger(q);
-    if q.rate_limit is not null then
-        perform pgqueue._unexpose(q);
+    else
+        -- A restore without rows has left the relation. Its trigger has the name of the queue.
+        execute format(
+            'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
+            ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
+            ' on conflict do nothing', pgqueue._transport_table(after))
+        using after.name, seq_register::regclass, e'\\000';
+        perform pgqueue._sync_archive_trigger(after);
+        if after.rate_limit is not null then
+            perform pgqueue._unexpose(after);
+        end if;
     end if;
 end;
 $$;
-
-create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if not after.dedicated then
-        return;
-    end if;
-    if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
-        perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
-            format('null: queue %L has the relation of a transport', after.name));
-    end if;
-    if after.archive_for is null and before.archive_for is not null then
-        -- An older snapshot may not show that the queue is exposed.
-        perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    end if;
-    perform pgqueue._sync_archive_trigger(after);
-end;
-$$;
-
-create function pgqueue._on_queue_dropping_transport(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._unexpose(q) $$;
 
 create function pgqueue._findings_of_transport(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile as $$
@@ -11629,17 +11606,14 @@ messages sent by other transactions may be invisible there. There is no need to 
 once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
 ones when a queue becomes dedicated.';
 
-create function pgqueue._on_queue_created_idle(q pgqueue.queues) returns void
-language sql volatile as $$
-    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
-$$;
-
-create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_idle(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, true);
+    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
+    if after.name is not null and (before.name is null or after.dedicated and not before.dedicated)
+        and pgqueue._is_first_statement()
+    then
+        perform pgqueue._drop_idle_queues(10, after.dedicated);
     end if;
 end;
 $$;
@@ -11804,8 +11778,8 @@ language sql volatile as $$
     where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
 
-create function pgqueue._on_queue_dropping_results(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
+create function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.results r where r.queue_name = before.name and after.name is null $$;
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
@@ -12406,12 +12380,12 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_dropping_grants(q pgqueue.queues) returns void
+create function pgqueue._on_queue_changed_grants(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    dropped constant regclass := to_regclass(pgqueue._access_view(q.name));
+    dropped constant regclass := to_regclass(pgqueue._access_view(before.name));
 begin
-    if dropped is null then
+    if dropped is null or after.name is not null then
         return;
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));

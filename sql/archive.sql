@@ -60,7 +60,7 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_archive(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile set client_min_messages = warning as $$
 declare
     mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
@@ -93,12 +93,6 @@ begin
     end;
 end;
 $$;
-
-create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_archive(null, q) $$;
-
-create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_archive(q, null) $$;
 
 create or replace function pgqueue._is_day_empty(day date) returns boolean
 language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;

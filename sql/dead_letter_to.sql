@@ -1,9 +1,13 @@
 -- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
 -- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
 
-create or replace function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_changed_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
 returns void language plpgsql volatile as $$
 begin
+    if after.name is null then
+        -- A later queue of this name, perhaps of another owner, gets no dead letters.
+        update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = before.name;
+    end if;
     if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
         return;
     end if;
@@ -28,17 +32,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._on_queue_altered_dead_letter_to(null, q) $$;
-
-create or replace function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues) returns void
-language sql volatile as $$
-    -- A later queue of this name, perhaps of another owner, gets no dead letters.
-    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name
-$$;
-
-create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
-language plpgsql volatile as $$
+create or replace function pgqueue._on_queue_sweeping_dead_letter_to(nothing pgqueue.queues, q pgqueue.queues)
+returns void language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;

@@ -178,12 +178,12 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_grants(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    dropped constant regclass := to_regclass(pgqueue._access_view(q.name));
+    dropped constant regclass := to_regclass(pgqueue._access_view(before.name));
 begin
-    if dropped is null then
+    if dropped is null or after.name is not null then
         return;
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));

@@ -101,17 +101,14 @@ messages sent by other transactions may be invisible there. There is no need to 
 once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
 ones when a queue becomes dedicated.';
 
-create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues) returns void
-language sql volatile as $$
-    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
-$$;
-
-create or replace function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_idle(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, true);
+    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
+    if after.name is not null and (before.name is null or after.dedicated and not before.dedicated)
+        and pgqueue._is_first_statement()
+    then
+        perform pgqueue._drop_idle_queues(10, after.dedicated);
     end if;
 end;
 $$;

@@ -5,23 +5,16 @@
 create or replace function pgqueue._rate_register(q pgqueue.queues) returns regclass
 language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
 
-create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_limits(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
-    if q.rate_limit is not null then
-        perform pgqueue._create_register(q.queue_id, 'rate_used_until');
+    if after.rate_limit is not null and before.rate_limit is null then
+        perform pgqueue._create_register(after.queue_id, 'rate_used_until');
     end if;
-end;
-$$;
-
-create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if (before.max_in_flight, before.rate_limit, before.rate_period)
+    if before.name is not null and after.name is not null and (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
-        perform pgqueue._on_queue_created_limits(after);
         -- A waiting consumer knows only when the old limits allow the next message.
         perform pgqueue._wake(after);
     end if;

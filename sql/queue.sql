@@ -217,7 +217,7 @@ begin
     else
         perform pgqueue._drop_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_created', q);
+    perform pgqueue._call_queue_handlers('queue_changed', null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -332,7 +332,7 @@ begin
     if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_altered', q, before);
+    perform pgqueue._call_queue_handlers('queue_changed', before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');

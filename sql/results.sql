@@ -159,5 +159,5 @@ language sql volatile as $$
     where pgqueue._purge_results(null, at, 1000) = 1000
 $$;
 
-create or replace function pgqueue._on_queue_dropping_results(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
+create or replace function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
+language sql volatile as $$ delete from pgqueue.results r where r.queue_name = before.name and after.name is null $$;

@@ -300,13 +300,15 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 
-create or replace function pgqueue._on_queue_dropping_schedules(q pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
 language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with gone as (delete from pgqueue.schedules s where s.queue_name = q.name returning s.next_id)
-    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = q.name and m.id = g.next_id
+    with gone as (
+        delete from pgqueue.schedules s where s.queue_name = before.name and after.name is null returning s.next_id
+    )
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id
 $$;
-comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
-'The messages of their next ticks would become dead letters.';
+comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
+'The messages of the next ticks of a queue that is dropped would become dead letters.';
 
 create or replace function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$

@@ -141,10 +141,14 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
 
-create or replace function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_streams(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
+    if after.name is null then
+        delete from pgqueue.streams t where t.queue_name = before.name;
+    end if;
+    if before.name is null or after.name is null
+        or before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
     then
         return;
@@ -159,9 +163,6 @@ begin
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
-
-create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 
 create or replace function pgqueue._findings_of_streams(q pgqueue.queues) returns setof pgqueue.finding
 language sql volatile as $$

@@ -225,7 +225,7 @@ language plpgsql volatile as $$
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
-        perform pgqueue._call_queue_handlers('queue_sweeping', q);
+        perform pgqueue._call_queue_handlers('queue_sweeping', null, q);
     end if;
 end;
 $$;

@@ -214,5 +214,6 @@ pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
 
-create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+create or replace function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
+language sql volatile
+as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name and after.name is null $$;

@@ -277,7 +277,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
-        perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers('queue_changed', q, w) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception when lock_not_available then
@@ -344,53 +344,45 @@ comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
-create or replace function pgqueue._on_queue_created_transport(q pgqueue.queues) returns void
+create or replace function pgqueue._on_queue_changed_transport(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    seq_register constant text := format('pgqueue.queue_%s_seq', q.queue_id);
+    seq_register constant text := format('pgqueue.queue_%s_seq', after.queue_id);
 begin
-    if to_regclass(pgqueue._transport_table(q)) is null then
+    if after.name is null then
+        perform pgqueue._unexpose(before);
+    elsif before.name is not null then
+        if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
+            perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
+                format('null: queue %L has the relation of a transport', after.name));
+        end if;
+        if after.dedicated and after.archive_for is null and before.archive_for is not null then
+            -- An older snapshot may not show that the queue is exposed.
+            perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+        end if;
+        if after.dedicated then
+            perform pgqueue._sync_archive_trigger(after);
+        end if;
+    elsif to_regclass(pgqueue._transport_table(after)) is null then
         return;
-    end if;
-    if not q.dedicated or q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null then
+    elsif not after.dedicated or after.priorities or coalesce(after.group_limit, after.max_in_flight) is not null then
         -- The relation was dropped with the table that such a queue cannot have.
-        execute format('drop table %s cascade', pgqueue._transport_table(q));
+        execute format('drop table %s cascade', pgqueue._transport_table(after));
         execute format('drop sequence %s cascade', seq_register);
-        return;
-    end if;
-    -- A restore without rows has left the relation. Its trigger has the name of the queue.
-    execute format(
-        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
-        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
-        ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, seq_register::regclass, e'\\000';
-    perform pgqueue._sync_archive_trigger(q);
-    if q.rate_limit is not null then
-        perform pgqueue._unexpose(q);
+    else
+        -- A restore without rows has left the relation. Its trigger has the name of the queue.
+        execute format(
+            'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
+            ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and split_part(encode(g.tgargs, ''escape''), $3, 1) = $1'
+            ' on conflict do nothing', pgqueue._transport_table(after))
+        using after.name, seq_register::regclass, e'\\000';
+        perform pgqueue._sync_archive_trigger(after);
+        if after.rate_limit is not null then
+            perform pgqueue._unexpose(after);
+        end if;
     end if;
 end;
 $$;
-
-create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if not after.dedicated then
-        return;
-    end if;
-    if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
-        perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
-            format('null: queue %L has the relation of a transport', after.name));
-    end if;
-    if after.archive_for is null and before.archive_for is not null then
-        -- An older snapshot may not show that the queue is exposed.
-        perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    end if;
-    perform pgqueue._sync_archive_trigger(after);
-end;
-$$;
-
-create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues) returns void
-language sql volatile as $$ select pgqueue._unexpose(q) $$;
 
 create or replace function pgqueue._findings_of_transport(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile as $$

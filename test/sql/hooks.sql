@@ -5,12 +5,17 @@ select plan(11);
 
 -- A room of this test that records every event.
 create temp table notes (event text, queue_name text, detail text) on commit drop;
-create function pgqueue._on_queue_created_test(q pgqueue.queues) returns void language sql
-as $$ insert into pg_temp.notes values ('created', q.name, null) $$;
-create function pgqueue._on_queue_altered_test(before pgqueue.queues, after pgqueue.queues) returns void language sql
-as $$ insert into pg_temp.notes values ('altered', after.name, format('%s to %s', before.max_attempts, after.max_attempts)) $$;
-create function pgqueue._on_queue_dropping_test(q pgqueue.queues) returns void language sql
-as $$ insert into pg_temp.notes select 'dropping', q.name, format('%s messages', count(*)) from pgqueue.messages m where m.queue_name = q.name $$;
+create function pgqueue._on_queue_changed_test(before pgqueue.queues, after pgqueue.queues) returns void language sql
+as $$
+    insert into pg_temp.notes
+    select
+        case when before.name is null then 'created' when after.name is null then 'dropping' else 'altered' end,
+        coalesce(before.name, after.name),
+        case
+            when after.name is null then format('%s messages', (select count(*) from pgqueue.messages m where m.queue_name = before.name))
+            when before.name is not null then format('%s to %s', before.max_attempts, after.max_attempts)
+        end
+$$;
 create function pgqueue._on_housekeeping_due_test(at timestamptz) returns void language sql
 as $$ insert into pg_temp.notes values ('housekeeping', null, null) $$;
 create function pgqueue._findings_of_test(q pgqueue.queues) returns setof pgqueue.finding language sql
