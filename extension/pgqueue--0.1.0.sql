@@ -7158,89 +7158,82 @@ comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigin
 'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
 read completely, else up to last_id.';
 
+create function pgqueue._count_rows(q pgqueue.queues, at timestamptz, ids int8multirange, wanted int)
+returns table (
+    n bigint, first_id bigint, last_id bigint, ready bigint, inflight bigint, scheduled bigint, dead bigint,
+    oldest_at timestamptz
+)
+language sql stable as $$
+    -- Inlined. dead are the messages that the next sweep moves to the dead letters.
+    select
+        count(*), min(w.id), max(w.id),
+        count(*) filter (where w.is_ready),
+        count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+        count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        count(*) filter (where w.is_dead),
+        min(w.enqueued_at) filter (where w.is_ready)
+    from (
+        select c.*
+        from unnest(ids) as r
+        cross join lateral (
+            select
+                m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                pgqueue._is_ready(m, at) as is_ready,
+                pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
+            from pgqueue.messages m
+            where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+            order by m.id limit wanted
+        ) c
+        limit wanted
+    ) w
+$$;
+
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
     out oldest_at timestamptz, out estimated boolean
 )
 language plpgsql stable as $$
 declare
+    ids constant int8multirange := (select range_agg(r) from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) r);
     max_counted int;
-    fresh_from_id bigint;
-    counted bigint;
+    n bigint;
     lowest_id bigint;
     last_id bigint;
-    id_ranges int8multirange;
+    fresh_from_id bigint;
+    sampled_ids int8multirange;
     deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
-        select
-            count(*), min(w.id),
-            count(*) filter (where w.is_ready),
-            count(*) filter (where w.visible_at > at and w.attempt_count > 0),
-            count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-            count(*) filter (where w.is_dead),
-            min(w.enqueued_at) filter (where w.is_ready)
-        into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
-        from (
-            select c.*
-            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
-            cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready,
-                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
-                from pgqueue.messages m
-                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                order by m.id limit max_counted + 1
-            ) c
-            limit max_counted + 1
-        ) w;
+        select c.n, c.first_id, c.ready, c.inflight, c.scheduled, c.dead, c.oldest_at
+        into n, lowest_id, ready, inflight, scheduled, dead, oldest_at
+        from pgqueue._count_rows(q, at, ids, max_counted + 1) c;
         -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
-        estimated := counted > max_counted and pgqueue._try_lock_existing_queue(q);
+        estimated := n > max_counted and pgqueue._try_lock_existing_queue(q);
         exit when not estimated;
         fresh_from_id := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
         select m.id into last_id
-        from (
-            select p.r from pgqueue._possible_ranges(q.name, lowest_id, 9223372036854775807) as p (r)
-            order by lower(p.r) desc
-        ) d
+        from (select r from unnest(ids) as r order by lower(r) desc) d
         cross join lateral (
             select c.id from pgqueue.messages c
             where (c.kind = q.kind or c.kind is null) and c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
             order by c.id desc limit 1
         ) m
         limit 1;
-        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into id_ranges
-        from pgqueue.sweep_state s where s.queue_name = q.name;
+        sampled_ids := ids * int8multirange(int8range(lowest_id, last_id, '[]'));
         -- The samples are split at fresh_from_id: messages in flight lie below it, ready ones mostly above.
         select
             sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
             least(_message_stats.oldest_at, min(p.oldest_at)), count(*) filter (where p.weight * p.n > 10000 / 16)
         into ready, inflight, scheduled, dead, oldest_at, deep_samples
         from (
-            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(null, fresh_from_id)))
+            select * from pgqueue._sample_ranges(sampled_ids * int8multirange(int8range(null, fresh_from_id)))
             union all
-            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(fresh_from_id, null)))
+            select * from pgqueue._sample_ranges(sampled_ids * int8multirange(int8range(fresh_from_id, null)))
         ) t
         cross join lateral (
-            select
-                count(*) as n,
-                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
-                count(*) filter (where w.is_ready) as ready,
-                count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
-                count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-                count(*) filter (where w.is_dead) as dead,
-                min(w.enqueued_at) filter (where w.is_ready) as oldest_at
-            from (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready,
-                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
-                from pgqueue.messages m
-                where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
-                order by m.id limit 16
-            ) w
+            select c.*, pgqueue._sample_weight(c.n, c.last_id, t.from_id, t.below_id, t.stands_for) as weight
+            from pgqueue._count_rows(q, at, int8multirange(int8range(t.from_id, t.below_id)), 16) c
         ) p;
         -- Samples of messages that lie in groups of ids with gaps between them can be several times too high, and a
         -- single sample that begins in such a group any number of times.
@@ -7249,47 +7242,7 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'Counts up to 10,000 rows, and estimates beyond. dead are the messages that the next sweep moves to the dead letters.
-Messages that came back to ids that sweeps skip are not counted.';
-
-create function pgqueue._requeued_stats(
-    q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
-    out oldest_at timestamptz, out estimated boolean
-)
-language plpgsql stable as $$
-declare
-    r record;
-begin
-    if not exists (
-        select from pgqueue.requeued_messages c
-        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
-    ) then
-        return;
-    end if;
-    select c.* into r
-    from pgqueue._sample_requeued_ids(
-        q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) c;
-    select
-        r.stand_for * count(*) filter (where w.is_ready),
-        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
-        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        r.stand_for * count(*) filter (where w.is_dead),
-        min(w.enqueued_at) filter (where w.is_ready)
-    into ready, inflight, scheduled, dead, oldest_at
-    from (
-        select
-            m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready,
-            pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
-        where (m.kind = q.kind or m.kind is null)
-            and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-    ) w;
-    estimated := r.stand_for > 1;
-end;
-$$;
-comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
-'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond.';
+'Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.';
 
 create function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
@@ -7344,24 +7297,31 @@ $$;
 create function pgqueue._stats(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
 language plpgsql stable as $$
 declare
-    counted record;
-    scheduled record;
-    dead record;
+    scheduled constant record := pgqueue._count_others(q.name, false);
+    dead constant record := pgqueue._count_others(q.name, true);
+    counted record := pgqueue._message_stats(q, at);
+    requeued_ids int8multirange;
+    stand_for bigint;
     due bigint;
     due_oldest_at timestamptz;
     result pgqueue.queue_stats;
 begin
-    select
-        sum(c.ready) as ready, sum(c.inflight) as inflight, sum(c.scheduled) as scheduled, sum(c.dead) as dead,
-        min(c.oldest_at) as oldest_at, bool_or(c.estimated) as estimated
-    into counted
-    from (
-        select * from pgqueue._message_stats(q, at)
-        union all
-        select * from pgqueue._requeued_stats(q, at)
-    ) c;
-    select * into scheduled from pgqueue._count_others(q.name, false);
-    select * into dead from pgqueue._count_others(q.name, true);
+    -- Messages that came back to ids that sweeps skip.
+    select (select range_agg(int8range(i, i, '[]')) from unnest(r.ids) as i), r.stand_for into requeued_ids, stand_for
+    from pgqueue._sample_requeued_ids(
+        q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) r
+    where exists (
+        select from pgqueue.requeued_messages c
+        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+    );
+    if requeued_ids is not null then
+        select
+            counted.ready + stand_for * r.ready as ready, counted.inflight + stand_for * r.inflight as inflight,
+            counted.scheduled + stand_for * r.scheduled as scheduled, counted.dead + stand_for * r.dead as dead,
+            least(counted.oldest_at, r.oldest_at) as oldest_at, counted.estimated or stand_for > 1 as estimated
+        into counted
+        from pgqueue._count_rows(q, at, requeued_ids, 10000) r;
+    end if;
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
@@ -7732,36 +7692,26 @@ begin
         min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null)
     into lapsed, lapsed_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
-        (
-            select c.*
-            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
-            cross join lateral (
-                -- Not the whole row: its payload and body would be read from the toast table.
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                order by m.id limit 1000
-            ) c
-            limit 1000
-        )
-        union all
-        (
-            -- Messages that came back can have ids that the query above skips.
-            select c.*
+        select c.*
+        from (
+            -- Messages that came back can have ids that the possible ranges skip.
+            select int8range(i, i, '[]') as ids
             from pgqueue._sample_requeued_ids(
-                q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
-            cross join lateral unnest(r.ids) as requeued_id
-            cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m)
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id = requeued_id
-                limit 1
-            ) c
-        )
+                q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as s
+            cross join lateral unnest(s.ids) as i
+            union all
+            select p from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as p
+        ) r
+        cross join lateral (
+            -- Not the whole row: its payload and body would be read from the toast table.
+            select
+                m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= lower(r.ids) and m.id < upper(r.ids)
+            order by m.id limit 1000
+        ) c
+        limit 2000
     ) w;
     select
         -- The message of a schedule has its due time as enqueued_at.
@@ -7778,7 +7728,7 @@ begin
 end;
 $$;
 comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
-'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
+'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
 claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until: until when claims
 and delays last that were made while the clock was ahead. seen_at: the last time that the clock has shown. hidden_ids:
 messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first messages with a group

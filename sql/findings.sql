@@ -121,36 +121,26 @@ begin
         min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null)
     into lapsed, lapsed_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
-        (
-            select c.*
-            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
-            cross join lateral (
-                -- Not the whole row: its payload and body would be read from the toast table.
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                order by m.id limit 1000
-            ) c
-            limit 1000
-        )
-        union all
-        (
-            -- Messages that came back can have ids that the query above skips.
-            select c.*
+        select c.*
+        from (
+            -- Messages that came back can have ids that the possible ranges skip.
+            select int8range(i, i, '[]') as ids
             from pgqueue._sample_requeued_ids(
-                q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
-            cross join lateral unnest(r.ids) as requeued_id
-            cross join lateral (
-                select
-                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    m.headers, pgqueue._is_unclaimed(m)
-                from pgqueue.messages m
-                where m.queue_name = q.name and m.id = requeued_id
-                limit 1
-            ) c
-        )
+                q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as s
+            cross join lateral unnest(s.ids) as i
+            union all
+            select p from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as p
+        ) r
+        cross join lateral (
+            -- Not the whole row: its payload and body would be read from the toast table.
+            select
+                m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= lower(r.ids) and m.id < upper(r.ids)
+            order by m.id limit 1000
+        ) c
+        limit 2000
     ) w;
     select
         -- The message of a schedule has its due time as enqueued_at.
@@ -167,11 +157,11 @@ begin
 end;
 $$;
 comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
-'What the first 1,000 messages, up to 1,000 that came back, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
-claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until: until when claims
-and delays last that were made while the clock was ahead. seen_at: the last time that the clock has shown. hidden_ids:
-messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first messages with a group
-and with a priority that have no effect.';
+'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
+lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
+until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
+shown. hidden_ids: messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first
+messages with a group and with a priority that have no effect.';
 
 create or replace function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
