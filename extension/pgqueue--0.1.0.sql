@@ -438,21 +438,7 @@ create table pgqueue.queues (
     end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
-    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint queues_visibility_timeout_is_bounded check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
-    constraint queues_max_payload_bytes_is_bounded check (max_payload_bytes between 1 and 104857600),
-    constraint queues_backoff_is_bounded check (
-        backoff_base between '0 s' and '30 days' and backoff_max between '0 s' and '30 days'
-        and backoff_factor between 1 and 100 and backoff_jitter between 0 and 1
-    ),
-    constraint queues_times_are_bounded
-    check (archive_for between '1 day' and '3652.5 days' and expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
-    constraint queues_limits_are_bounded check (group_limit between 1 and 1000 and max_in_flight between 1 and 10000),
-    constraint queues_rate_is_valid check (rate_limit between 1 and 1000000 and rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$')
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
@@ -787,13 +773,7 @@ create table pgqueue.streams (
     replays int,
     begun_epoch bigint,
     on_ack text,
-    constraint streams_pkey primary key (queue_name, stream_name),
-    constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint streams_batch_is_whole check (
-        num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
-        in (0, 8)
-    ),
-    constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
+    constraint streams_pkey primary key (queue_name, stream_name)
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
@@ -2418,6 +2398,7 @@ language sql stable as $$
         ('priorities', null, q.priorities is not null, 'true or false'),
         ('priorities', 'true', not q.priorities or q.group_limit is null, 'false for a queue with group_limit: its claims follow the groups'),
         ('counters', null, q.counters is not null, 'true or false'),
+        ('dedicated', null, q.dedicated is not null, 'true or false'),
         ('dlq_enabled', null, q.dlq_enabled is not null, 'true or false'),
         ('on_dead', 'hold', q.on_dead = 'skip' or q.dlq_enabled,
             'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting'),
@@ -2429,56 +2410,51 @@ language sql stable as $$
     where s.is_valid is not true
 $$;
 
-create function pgqueue._reserve_queue(model pgqueue.queues, dedicated boolean) returns pgqueue.queues
+create function pgqueue._reserve_queue(model pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
     q pgqueue.queues;
-    is_left boolean := false;
 begin
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = model.name;
-    if not found or pg_relation_filenode(q.fresh_from_id) is null
+    if found and pg_relation_filenode(q.fresh_from_id) is not null
         -- A session that drops the idle queue at this moment has the lock.
-        or q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name))
+        and (q.expires_after_idle is null or pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
     then
-        begin
-            perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
-            select queues.* into q from pgqueue.queues where queues.name = model.name;
-            if not found then
-                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
-                insert into pgqueue.sweep_state (queue_name) values (model.name) on conflict do nothing;
-                q.queue_id := pgqueue._take_number(model.name);
-                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
-                    if not model.priorities and coalesce(model.group_limit, model.max_in_flight) is null then
-                        dedicated := true;
-                        is_left := true;
-                    else
-                        perform pgqueue._drop_partition_left(q.queue_id);
-                    end if;
-                end if;
-                if dedicated and not is_left then
-                    perform pgqueue._create_partition(model.name, q.queue_id, pgqueue._shared_table(model)::regclass);
-                end if;
-            elsif pg_relation_filenode(q.fresh_from_id) is null then
-                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
-            end if;
-        exception
-            when lock_not_available then
-                perform pgqueue._raise('queue_busy', model.name, 'create_queue');
-            when serialization_failure then
-                perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
-        end;
+        return q;
     end if;
-    if q.name is null then
-        q.dedicated := dedicated;
+    perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
+    select queues.* into q from pgqueue.queues where queues.name = model.name;
+    if found and pg_relation_filenode(q.fresh_from_id) is null then
+        perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
+    elsif found then
+        return q;
     end if;
-    return q;
+    -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
+    insert into pgqueue.sweep_state (queue_name) values (model.name) on conflict do nothing;
+    model.queue_id := pgqueue._take_number(model.name);
+    if to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null then
+        if not model.priorities and coalesce(model.group_limit, model.max_in_flight) is null then
+            model.dedicated := true;
+            return model;
+        end if;
+        perform pgqueue._drop_partition_left(model.queue_id);
+    end if;
+    if model.dedicated then
+        perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
+    end if;
+    return model;
+exception
+    when lock_not_available then
+        perform pgqueue._raise('queue_busy', model.name, 'create_queue');
+    when serialization_failure then
+        perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
 end;
 $$;
-comment on function pgqueue._reserve_queue(pgqueue.queues, boolean) is
-'The part of create_queue under the lock of the queue. Returns the queue of this name, or else a row without a name that
-has the number of the new queue, and whether it has a table of its own.';
+comment on function pgqueue._reserve_queue(pgqueue.queues) is
+'The part of create_queue under the lock of the queue. Returns the queue of this name or, if there is none, the model
+with the number of the new queue and no created_at. The new queue is dedicated if a table was left for it.';
 
 create function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
@@ -2509,39 +2485,26 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set jit = off as $$
 declare
     q pgqueue.queues;
-    model pgqueue.queues;
 begin
     if not pgqueue._is_name(queue_name) then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
-    perform pgqueue._raise_invalid(b.name, null, 'true or false')
-    from (values ('dedicated', dedicated), ('if_not_exists', if_not_exists)) as b (name, value) where b.value is null;
-    model.name := queue_name;
-    model.visibility_timeout := visibility_timeout;
-    -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.
-    model.max_attempts := case max_attempts when 0 then 2147483647 else max_attempts end;
-    model.dlq_enabled := dlq_enabled;
-    model.dead_letter_expired := dead_letter_expired;
-    model.max_payload_bytes := max_payload_bytes;
-    model.backoff_base := backoff_base;
-    model.backoff_factor := backoff_factor;
-    model.backoff_max := backoff_max;
-    model.backoff_jitter := backoff_jitter;
-    model.archive_for := archive_for;
-    model.expires_after_idle := expires_after_idle;
-    model.dedup_window := dedup_window;
-    model.group_limit := group_limit;
-    model.on_dead := on_dead;
-    model.max_in_flight := max_in_flight;
-    model.rate_limit := rate_limit;
-    model.rate_period := rate_period;
-    model.priorities := priorities;
-    model.counters := counters;
-    model.dead_letter_to := dead_letter_to;
-    perform pgqueue._check_settings(model);
-    q := pgqueue._reserve_queue(model, dedicated);
-    if q.name is not null then
+    if if_not_exists is null then
+        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
+    end if;
+    q := row(
+        queue_name, visibility_timeout,
+        -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.
+        case max_attempts when 0 then 2147483647 else max_attempts end, dlq_enabled, dead_letter_expired,
+        max_payload_bytes, backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated,
+        -- From paused_at to waiting_until.
+        null, null, null, null, null, null, null, null, null,
+        archive_for, expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit, rate_period,
+        priorities, counters, dead_letter_to, null);
+    perform pgqueue._check_settings(q);
+    q := pgqueue._reserve_queue(q);
+    if q.created_at is not null then
         if not if_not_exists then
             perform pgqueue._raise('queue_exists', queue_name);
         end if;
@@ -2552,22 +2515,14 @@ begin
         return pgqueue._public_queue(q);
     end if;
 
-    q.priorities := model.priorities;
     q := pgqueue._with_new_registers(q);
-    insert into pgqueue.queues (
-        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
-        backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id, fresh_from_id,
-        sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for, expires_after_idle, dedup_window,
-        group_limit, on_dead, max_in_flight, rate_limit, rate_period, priorities, counters, dead_letter_to
-    )
-    values (
-        model.name, model.visibility_timeout, model.max_attempts, model.dlq_enabled, model.dead_letter_expired,
-        model.max_payload_bytes, model.backoff_base, model.backoff_factor, model.backoff_max, model.backoff_jitter,
-        q.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at,
-        q.first_due_at, q.waiting_until, model.archive_for, model.expires_after_idle, model.dedup_window,
-        model.group_limit, model.on_dead, model.max_in_flight, model.rate_limit, model.rate_period, model.priorities,
-        model.counters, model.dead_letter_to
-    )
+    -- All columns but kind, which is computed.
+    insert into pgqueue.queues values (
+        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
+        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter, q.dedicated, null, pgqueue._now(), pgqueue._now(),
+        q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until, q.archive_for,
+        q.expires_after_idle, q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period,
+        q.priorities, q.counters, q.dead_letter_to)
     returning * into q;
     if q.counters then
         perform pgqueue._create_counters(q.name);
@@ -2640,48 +2595,41 @@ declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     before pgqueue.queues;
 begin
-    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
-    before := q;
-    q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
-    q.max_attempts := case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, q.max_attempts) end;
-    q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
-    q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
-    q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);
-    q.backoff_base := coalesce(alter_queue.backoff_base, q.backoff_base);
-    q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
-    q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
-    q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
-    q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
-    q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
-    q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
-    q.group_limit := nullif(coalesce(alter_queue.group_limit, q.group_limit), 0);
-    q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
-    q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
-    q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
-    q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
-    q.priorities := coalesce(alter_queue.priorities, q.priorities);
-    if not alter_queue.counters and q.counters then
+    select queues.* into before from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
+    if not alter_queue.counters and before.counters then
         perform pgqueue._raise_invalid('counters', 'false',
-            format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
+            format('true or null: calls use the counters of queue %L without a lock on the queue', before.name));
     end if;
-    q.counters := coalesce(alter_queue.counters, q.counters);
-    -- The domain of the argument accepts no empty text from a role that has access to some queues only.
-    q.dead_letter_to := nullif(coalesce(alter_queue.dead_letter_to::text, q.dead_letter_to) collate "C", q.name);
+    update pgqueue.queues c
+    set visibility_timeout = coalesce(alter_queue.visibility_timeout, c.visibility_timeout),
+        max_attempts = case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, c.max_attempts) end,
+        dlq_enabled = coalesce(alter_queue.dlq_enabled, c.dlq_enabled),
+        dead_letter_expired = coalesce(alter_queue.dead_letter_expired, c.dead_letter_expired),
+        max_payload_bytes = coalesce(alter_queue.max_payload_bytes, c.max_payload_bytes),
+        backoff_base = coalesce(alter_queue.backoff_base, c.backoff_base),
+        backoff_factor = coalesce(alter_queue.backoff_factor, c.backoff_factor),
+        backoff_max = coalesce(alter_queue.backoff_max, c.backoff_max),
+        backoff_jitter = coalesce(alter_queue.backoff_jitter, c.backoff_jitter),
+        archive_for = nullif(coalesce(alter_queue.archive_for, c.archive_for), '0'),
+        expires_after_idle = nullif(coalesce(alter_queue.expires_after_idle, c.expires_after_idle), '0'),
+        dedup_window = coalesce(alter_queue.dedup_window, c.dedup_window),
+        group_limit = nullif(coalesce(alter_queue.group_limit, c.group_limit), 0),
+        on_dead = coalesce(alter_queue.on_dead, c.on_dead),
+        max_in_flight = nullif(coalesce(alter_queue.max_in_flight, c.max_in_flight), 0),
+        rate_limit = nullif(coalesce(alter_queue.rate_limit, c.rate_limit), 0),
+        rate_period = coalesce(alter_queue.rate_period, c.rate_period),
+        priorities = coalesce(alter_queue.priorities, c.priorities),
+        counters = coalesce(alter_queue.counters, c.counters),
+        -- The domain of the argument accepts no empty text from a role that has access to some queues only.
+        dead_letter_to = nullif(coalesce(alter_queue.dead_letter_to::text, c.dead_letter_to) collate "C", c.name),
+        updated_at = pgqueue._now()
+    where c.name = queue_name collate "C"
+    returning c.* into q;
+    -- After the update, which has computed the new settings: an error undoes it.
     perform pgqueue._check_settings(q);
     if q.dedicated then
         perform pgqueue._check_dedicated(before, q);
     end if;
-    update pgqueue.queues
-    set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
-        dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
-        backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
-        backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
-        expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
-        group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, priorities = q.priorities, counters = q.counters,
-        dead_letter_to = q.dead_letter_to, updated_at = pgqueue._now()
-    where queues.name = queue_name collate "C"
-    returning * into q;
     if q.kind is distinct from before.kind then
         q := pgqueue._change_kind(q);
     end if;
@@ -7728,11 +7676,11 @@ begin
 end;
 $$;
 comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
-'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show. lapsed, lapsed_at:
-claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until: until when claims
-and delays last that were made while the clock was ahead. seen_at: the last time that the clock has shown. hidden_ids:
-messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first messages with a group
-and with a priority that have no effect.';
+'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
+lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
+until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
+shown. hidden_ids: messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first
+messages with a group and with a priority that have no effect.';
 
 create function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz

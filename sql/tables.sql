@@ -46,21 +46,7 @@ create table pgqueue.queues (
     end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
-    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint queues_visibility_timeout_is_bounded check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
-    constraint queues_max_payload_bytes_is_bounded check (max_payload_bytes between 1 and 104857600),
-    constraint queues_backoff_is_bounded check (
-        backoff_base between '0 s' and '30 days' and backoff_max between '0 s' and '30 days'
-        and backoff_factor between 1 and 100 and backoff_jitter between 0 and 1
-    ),
-    constraint queues_times_are_bounded
-    check (archive_for between '1 day' and '3652.5 days' and expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
-    constraint queues_limits_are_bounded check (group_limit between 1 and 1000 and max_in_flight between 1 and 10000),
-    constraint queues_rate_is_valid check (rate_limit between 1 and 1000000 and rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$')
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
@@ -395,13 +381,7 @@ create table pgqueue.streams (
     replays int,
     begun_epoch bigint,
     on_ack text,
-    constraint streams_pkey primary key (queue_name, stream_name),
-    constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
-    constraint streams_batch_is_whole check (
-        num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
-        in (0, 8)
-    ),
-    constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
+    constraint streams_pkey primary key (queue_name, stream_name)
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
