@@ -3763,6 +3763,46 @@ comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, times
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
+-- Reads the removed rows of a page at once, by a bitmap. It reads all living rows, too: so it serves small ranges.
+create function pgqueue._living_ids(queue_name text, from_id bigint, below_id bigint, in_all_tables boolean)
+returns bigint[] language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_indexscan = off set enable_bitmapscan = on set jit = off as $$
+begin
+    return array(
+        select m.id from pgqueue.messages_shared m
+        where m.queue_name = _living_ids.queue_name and m.id >= from_id and m.id < below_id
+        union all
+        select c.id from pgqueue.scheduled_messages c
+        where in_all_tables and c.queue_name = _living_ids.queue_name and c.id >= from_id and c.id < below_id
+        union all
+        select d.id from pgqueue.dead_messages d
+        where in_all_tables and d.queue_name = _living_ids.queue_name and d.id >= from_id and d.id < below_id);
+end;
+$$;
+
+create function pgqueue._ids_between(
+    q pgqueue.queues, from_id bigint, below_id bigint, in_all_tables boolean default false
+) returns bigint[]
+language plpgsql stable as $$
+begin
+    if q.kind is null and below_id - from_id between 100 and 16384 then
+        return pgqueue._living_ids(q.name, from_id, below_id, in_all_tables);
+    end if;
+    return (pgqueue._read_messages(q, from_id, below_id, '-infinity', 1000)).ids || array(
+        select c.id from pgqueue.scheduled_messages c
+        where in_all_tables and c.queue_name = q.name and c.id >= from_id and c.id < below_id
+        order by c.id limit 1
+    ) || array(
+        select d.id from pgqueue.dead_messages d
+        where in_all_tables and d.queue_name = q.name and d.id >= from_id and d.id < below_id
+        order by d.id limit 1
+    );
+end;
+$$;
+comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, boolean) is
+'The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
+there are 1,000 or more messages, those above the 1,000th can be missing.';
+
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
 language plpgsql stable as $$
 begin
@@ -3835,22 +3875,7 @@ begin
     then
         while s.first_id <= s.settled_id loop
             below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
-            select min(f.id) into found_id
-            from (
-                select i as id from unnest((pgqueue._read_messages(q, s.first_id, below_id, at, 1)).ids) as i
-                union all
-                (
-                    select c.id from pgqueue.scheduled_messages c
-                    where c.queue_name = q.name and c.id >= s.first_id and c.id < below_id
-                    order by c.id limit 1
-                )
-                union all
-                (
-                    select d.id from pgqueue.dead_messages d
-                    where d.queue_name = q.name and d.id >= s.first_id and d.id < below_id
-                    order by d.id limit 1
-                )
-            ) f;
+            found_id := (select min(i) from unnest(pgqueue._ids_between(q, s.first_id, below_id, true)) as i);
             s.first_id := coalesce(found_id, below_id);
             exit when found_id is not null or pgqueue._now() > at + interval '50 ms';
             span := pgqueue._next_span(span);
@@ -3948,9 +3973,9 @@ begin
         while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
             below_id := from_id + least(span, upper(id_range) - from_id);
-            found_ids := (pgqueue._read_messages(q, from_id, below_id, at, 1000)).ids;
+            found_ids := pgqueue._ids_between(q, from_id, below_id);
             -- A range that is dense with messages has no gaps worth recording.
-            exit walk when cardinality(found_ids) = 1000;
+            exit walk when cardinality(found_ids) >= 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(found_ids) as l), '{}')
@@ -4001,6 +4026,15 @@ create function pgqueue._are_many_pages(pages bigint, living bigint) returns boo
 language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
+
+create function pgqueue._record_if_behind(q pgqueue.queues) returns void
+language sql volatile as $$
+    select pgqueue._record_if_old(q)
+    from pgqueue.sweep_state s
+    -- 1 if the last sweep has read few removed rows.
+    where s.queue_name = q.name and pg_sequence_last_value(q.sweep_resume_id) <> 1
+        and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000
+$$;
 
 create function pgqueue._record_if_old(q pgqueue.queues)
 returns void
@@ -4527,7 +4561,11 @@ begin
             -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
-                not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
+                not between interval '0' and case
+                    when next_id = 1 then interval '30 s'
+                    when fresh_from_id - s.bound_id >= 1000 then interval '100 ms'
+                    else interval '1 s'
+                end
             -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
@@ -6847,10 +6885,9 @@ set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    fresh_from_id constant bigint := greatest(
-        pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
-    pages_before constant bigint := pgqueue._pages_read(q);
+    state pgqueue.sweep_state;
+    fresh_from_id bigint;
+    pages_before bigint;
     examined int;
     ready int;
     total int;
@@ -6866,7 +6903,10 @@ begin
     if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
-
+    perform pgqueue._record_if_behind(q);
+    state := pgqueue._sweep_state_of(q.name, at);
+    fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
+    pages_before := pgqueue._pages_read(q);
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
@@ -7311,9 +7351,12 @@ between two tables.';
 create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
 language plpgsql volatile as $$
 declare
-    pages_before constant bigint := pgqueue._pages_read(q);
-    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
+    pages_before bigint;
+    s pgqueue.queue_stats;
 begin
+    perform pgqueue._record_if_behind(q);
+    pages_before := pgqueue._pages_read(q);
+    s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
         pgqueue._pages_read(q) - pages_before,
         s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
@@ -7412,7 +7455,7 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages();
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
     select
         least(
             (
@@ -7425,16 +7468,13 @@ begin
     into due_at, living
     from
         (
-            select min(m.visible_at) as due_at, count(*) as living
+            select min(m.visible_at) as due_at, count(m.visible_at) as living
             from (
                 select r.id from pgqueue.requeued_messages r
                 where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
                 order by r.check_at limit 1000
             ) c
-            -- `offset 0` keeps the planner from a join that reads the whole queue.
-            cross join lateral (
-                select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
-            ) m
+            cross join lateral (select pgqueue._visible_at_of(q, c.id) as visible_at offset 0) m
         ) requeued,
         (
             select min(m.visible_at) as due_at, count(*) as living

@@ -56,10 +56,9 @@ set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    fresh_from_id constant bigint := greatest(
-        pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
-    pages_before constant bigint := pgqueue._pages_read(q);
+    state pgqueue.sweep_state;
+    fresh_from_id bigint;
+    pages_before bigint;
     examined int;
     ready int;
     total int;
@@ -75,7 +74,10 @@ begin
     if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
-
+    perform pgqueue._record_if_behind(q);
+    state := pgqueue._sweep_state_of(q.name, at);
+    fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
+    pages_before := pgqueue._pages_read(q);
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s

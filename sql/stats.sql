@@ -240,9 +240,12 @@ between two tables.';
 create or replace function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
 language plpgsql volatile as $$
 declare
-    pages_before constant bigint := pgqueue._pages_read(q);
-    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
+    pages_before bigint;
+    s pgqueue.queue_stats;
 begin
+    perform pgqueue._record_if_behind(q);
+    pages_before := pgqueue._pages_read(q);
+    s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
         pgqueue._pages_read(q) - pages_before,
         s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)

@@ -270,7 +270,11 @@ begin
             -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
-                not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
+                not between interval '0' and case
+                    when next_id = 1 then interval '30 s'
+                    when fresh_from_id - s.bound_id >= 1000 then interval '100 ms'
+                    else interval '1 s'
+                end
             -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )

@@ -21,7 +21,7 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages();
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
     select
         least(
             (
@@ -34,16 +34,13 @@ begin
     into due_at, living
     from
         (
-            select min(m.visible_at) as due_at, count(*) as living
+            select min(m.visible_at) as due_at, count(m.visible_at) as living
             from (
                 select r.id from pgqueue.requeued_messages r
                 where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
                 order by r.check_at limit 1000
             ) c
-            -- `offset 0` keeps the planner from a join that reads the whole queue.
-            cross join lateral (
-                select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
-            ) m
+            cross join lateral (select pgqueue._visible_at_of(q, c.id) as visible_at offset 0) m
         ) requeued,
         (
             select min(m.visible_at) as due_at, count(*) as living
