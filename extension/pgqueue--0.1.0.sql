@@ -1036,6 +1036,17 @@ begin
 end;
 $$;
 
+create function pgqueue._require(is_valid boolean, argument text, given text, expected text) returns void
+language plpgsql stable as $$
+begin
+    if is_valid is not true then
+        perform pgqueue._raise_invalid(argument, given, expected);
+    end if;
+end;
+$$;
+comment on function pgqueue._require(boolean, text, text, text) is
+'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
+
 create function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
@@ -1093,6 +1104,11 @@ begin
             errcode = 'PQ012',
             message = format('schedule %s already exists', quoted),
             hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+        when 'invalid_row' then raise exception using
+            errcode = args[1],
+            message = format('row %s of partition %s: %s', args[2], coalesce(args[3], 'unknown'), args[4]),
+            detail = 'Nothing was sent.',
+            hint = args[5];
         -- In read committed every snapshot shows what other transactions have committed.
         when 'stale_snapshot' then raise exception using
             errcode = 'serialization_failure',
@@ -6512,9 +6528,8 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if max_messages is null or max_messages not between 1 and 1000000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
-    end if;
+    perform pgqueue._require(
+        max_messages between 1 and 1000000, 'max_messages', max_messages::text, 'an integer from 1 to 1000000');
     return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
@@ -6596,9 +6611,7 @@ declare
     n int;
     redriven int := 0;
 begin
-    if max_messages is null or max_messages < 1 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
-    end if;
+    perform pgqueue._require(max_messages >= 1, 'max_messages', max_messages::text, 'an integer from 1');
     if to_queue collate "C" <> q.name then
         target := pgqueue._get_locked_queue(to_queue);
     end if;
@@ -9313,17 +9326,6 @@ and PQ007 if the batch is not open.';
 -- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
 -- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
 
-create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
-returns void language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = code,
-        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
-        detail = 'Nothing was sent.',
-        hint = hint;
-end;
-$$;
-
 create function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
 ) returns uuid
@@ -9332,16 +9334,9 @@ declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
-    if num_nulls(run, partition, attempt) > 0 then
-        perform pgqueue._raise_invalid(n.name, null, n.wanted)
-        from (
-            values
-            (run is null, 'run', 'the id of a run'),
-            (partition is null, 'partition', 'the number of a partition'),
-            (true, 'attempt', 'the number of an attempt')
-        ) as n (is_null, name, wanted)
-        where n.is_null limit 1;
-    end if;
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
+    perform pgqueue._require(partition is not null, 'partition', null, 'the number of a partition');
+    perform pgqueue._require(attempt is not null, 'attempt', null, 'the number of an attempt');
     insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
     values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
     return token;
@@ -9378,7 +9373,8 @@ begin
     end loop;
 exception when invalid_parameter_value or sqlstate 'PQ003' then
     get stacked diagnostics error = message_text, hint = pg_exception_hint;
-    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
+    perform pgqueue._raise(
+        'invalid_row', sqlstate, (s.row_number + m.place - 1)::text, a.partition::text, error, hint);
 end;
 $$;
 
@@ -9548,30 +9544,6 @@ begin
 end;
 $$;
 
-create function pgqueue._check_sink(run uuid, tokens uuid[], counts bigint[], app_id text, version bigint)
-returns void language plpgsql stable as $$
-begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
-        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
-    end if;
-    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
-        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
-    ) then
-        perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._with_number(cardinality(tokens), 'element')));
-    end if;
-    if app_id is not null and length(app_id) not between 1 and 512 then
-        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
-    end if;
-    if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given if app_id is given, and null otherwise');
-    end if;
-end;
-$$;
-
 create function pgqueue.sink_commit(
     run uuid,
     tokens uuid[],
@@ -9590,7 +9562,18 @@ declare
     part record;
     sent bigint[];
 begin
-    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
+    perform pgqueue._require(cardinality(tokens) = (select count(distinct t) from unnest(tokens) as t),
+        'tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
+    perform pgqueue._require(
+        cardinality(counts) = cardinality(tokens)
+        and not exists (select from unnest(counts) as n where (n between 0 and 2147483647) is not true),
+        'counts', counts::text, format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647',
+            pgqueue._with_number(cardinality(tokens), 'element')));
+    perform pgqueue._require(
+        app_id is null or length(app_id) between 1 and 512, 'app_id', app_id, '1 to 512 characters, or null');
+    perform pgqueue._require(
+        num_nulls(app_id, version) <> 1, 'version', version::text, 'given if app_id is given, and null otherwise');
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform case
@@ -9619,12 +9602,10 @@ begin
         perform pgqueue._discard_staged(run);
         return false;
     end if;
-    if exists (
-        select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry
-    ) then
-        perform pgqueue._raise_invalid('version', entry::text,
-            format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
-    end if;
+    perform pgqueue._require(
+        not exists (
+            select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry),
+        'version', entry::text, format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
 
     for part in
         select
@@ -9671,9 +9652,7 @@ by another role, or is not higher than those that sweep_staged has forgotten.';
 create function pgqueue.sink_abort(run uuid) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
     return pgqueue._discard_staged(run);
 end;
 $$;
@@ -9692,12 +9671,10 @@ declare
     swept bigint;
 begin
     perform pgqueue._require_admin_of_all(caller, 'sweep_staged');
-    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(older_than, '0', '3652.5 days'),
+        'older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
+    perform pgqueue._require(pgqueue._is_interval_between(forget_after, '0', '3652.5 days'),
+        'forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
@@ -10944,10 +10921,9 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
-    if q.priorities or coalesce(q.group_limit, q.max_in_flight, q.rate_limit) is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
-    end if;
+    perform pgqueue._require(
+        not q.priorities and coalesce(q.group_limit, q.max_in_flight, q.rate_limit) is null, 'queue_name', q.name,
+        'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.
@@ -11017,14 +10993,12 @@ $$;
 create function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
 language plpgsql stable as $$
 begin
-    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
-        or not exists (select from pg_namespace n where n.nspname = schema_name)
-    then
-        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
-    end if;
-    if table_name is null or octet_length(table_name) not between 1 and 63 then
-        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
-    end if;
+    perform pgqueue._require(
+        schema_name !~ '^(pg_|pgqueue$|information_schema$)'
+        and exists (select from pg_namespace n where n.nspname = schema_name),
+        'schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
+    perform pgqueue._require(
+        octet_length(table_name) between 1 and 63, 'table_name', table_name, 'a name of 1 to 63 bytes');
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
         perform pgqueue._raise('not_allowed', for_role, 'create relations in schema', schema_name);
     end if;
@@ -11050,12 +11024,8 @@ begin
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), caller);
-    if body_string is null then
-        perform pgqueue._raise_invalid('body_string', null, 'true or false');
-    end if;
-    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
-        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
-    end if;
+    perform pgqueue._require(body_string is not null, 'body_string', null, 'true or false');
+    perform pgqueue._require(flavor in ('postgresql', 'sqlserver'), 'flavor', flavor, 'postgresql or sqlserver');
     select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
     if found then
         perform pgqueue._raise('exposed', q.name, exposed::text);
@@ -11301,12 +11271,9 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 declare
     relation regclass;
 begin
-    if schema_name is null then
-        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
-    end if;
-    if table_name is null then
-        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
-    end if;
+    perform pgqueue._require(schema_name is not null, 'schema_name', null, 'the name of a schema');
+    perform pgqueue._require(
+        table_name is not null, 'table_name', null, 'the name of a relation that expose_subscriptions made');
     perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
     select c.oid into relation from pg_class c
@@ -11356,15 +11323,10 @@ create function pgqueue._contract_comment() returns text
 language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
 
 create function pgqueue._check_contract_schema(schema_name text) returns void
-language plpgsql stable as $$
-begin
-    if schema_name is null or octet_length(schema_name) not between 1 and 63
-        or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
-    then
-        perform pgqueue._raise_invalid(
-            'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas');
-    end if;
-end;
+language sql stable as $$
+    select pgqueue._require(
+        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)',
+        'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas')
 $$;
 
 create function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class
@@ -11722,9 +11684,8 @@ returns bigint language plpgsql volatile security definer set search_path = pg_c
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if min_age is null or not pgqueue._is_interval_between(min_age, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(min_age, '0', '3652.5 days'),
+        'min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
     return pgqueue._purge_results(q, pgqueue._add_interval(pgqueue._now(), -min_age), 10000);
 end;
 $$;

@@ -6,15 +6,10 @@ create or replace function pgqueue._contract_comment() returns text
 language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
 
 create or replace function pgqueue._check_contract_schema(schema_name text) returns void
-language plpgsql stable as $$
-begin
-    if schema_name is null or octet_length(schema_name) not between 1 and 63
-        or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
-    then
-        perform pgqueue._raise_invalid(
-            'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas');
-    end if;
-end;
+language sql stable as $$
+    select pgqueue._require(
+        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)',
+        'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas')
 $$;
 
 create or replace function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class

@@ -9,9 +9,8 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if max_messages is null or max_messages not between 1 and 1000000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
-    end if;
+    perform pgqueue._require(
+        max_messages between 1 and 1000000, 'max_messages', max_messages::text, 'an integer from 1 to 1000000');
     return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
@@ -93,9 +92,7 @@ declare
     n int;
     redriven int := 0;
 begin
-    if max_messages is null or max_messages < 1 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
-    end if;
+    perform pgqueue._require(max_messages >= 1, 'max_messages', max_messages::text, 'an integer from 1');
     if to_queue collate "C" <> q.name then
         target := pgqueue._get_locked_queue(to_queue);
     end if;

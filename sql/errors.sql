@@ -25,6 +25,17 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._require(is_valid boolean, argument text, given text, expected text) returns void
+language plpgsql stable as $$
+begin
+    if is_valid is not true then
+        perform pgqueue._raise_invalid(argument, given, expected);
+    end if;
+end;
+$$;
+comment on function pgqueue._require(boolean, text, text, text) is
+'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
+
 create or replace function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
@@ -82,6 +93,11 @@ begin
             errcode = 'PQ012',
             message = format('schedule %s already exists', quoted),
             hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+        when 'invalid_row' then raise exception using
+            errcode = args[1],
+            message = format('row %s of partition %s: %s', args[2], coalesce(args[3], 'unknown'), args[4]),
+            detail = 'Nothing was sent.',
+            hint = args[5];
         -- In read committed every snapshot shows what other transactions have committed.
         when 'stale_snapshot' then raise exception using
             errcode = 'serialization_failure',

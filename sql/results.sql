@@ -142,9 +142,8 @@ returns bigint language plpgsql volatile security definer set search_path = pg_c
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if min_age is null or not pgqueue._is_interval_between(min_age, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(min_age, '0', '3652.5 days'),
+        'min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
     return pgqueue._purge_results(q, pgqueue._add_interval(pgqueue._now(), -min_age), 10000);
 end;
 $$;

@@ -89,12 +89,9 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 declare
     relation regclass;
 begin
-    if schema_name is null then
-        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
-    end if;
-    if table_name is null then
-        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
-    end if;
+    perform pgqueue._require(schema_name is not null, 'schema_name', null, 'the name of a schema');
+    perform pgqueue._require(
+        table_name is not null, 'table_name', null, 'the name of a relation that expose_subscriptions made');
     perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
     select c.oid into relation from pg_class c

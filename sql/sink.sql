@@ -1,17 +1,6 @@
 -- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
 -- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
 
-create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
-returns void language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = code,
-        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
-        detail = 'Nothing was sent.',
-        hint = hint;
-end;
-$$;
-
 create or replace function pgqueue.sink_stage(
     queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
 ) returns uuid
@@ -20,16 +9,9 @@ declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
-    if num_nulls(run, partition, attempt) > 0 then
-        perform pgqueue._raise_invalid(n.name, null, n.wanted)
-        from (
-            values
-            (run is null, 'run', 'the id of a run'),
-            (partition is null, 'partition', 'the number of a partition'),
-            (true, 'attempt', 'the number of an attempt')
-        ) as n (is_null, name, wanted)
-        where n.is_null limit 1;
-    end if;
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
+    perform pgqueue._require(partition is not null, 'partition', null, 'the number of a partition');
+    perform pgqueue._require(attempt is not null, 'attempt', null, 'the number of an attempt');
     insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
     values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
     return token;
@@ -66,7 +48,8 @@ begin
     end loop;
 exception when invalid_parameter_value or sqlstate 'PQ003' then
     get stacked diagnostics error = message_text, hint = pg_exception_hint;
-    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
+    perform pgqueue._raise(
+        'invalid_row', sqlstate, (s.row_number + m.place - 1)::text, a.partition::text, error, hint);
 end;
 $$;
 
@@ -236,30 +219,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._check_sink(run uuid, tokens uuid[], counts bigint[], app_id text, version bigint)
-returns void language plpgsql stable as $$
-begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
-        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
-    end if;
-    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
-        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
-    ) then
-        perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._with_number(cardinality(tokens), 'element')));
-    end if;
-    if app_id is not null and length(app_id) not between 1 and 512 then
-        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
-    end if;
-    if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given if app_id is given, and null otherwise');
-    end if;
-end;
-$$;
-
 create or replace function pgqueue.sink_commit(
     run uuid,
     tokens uuid[],
@@ -278,7 +237,18 @@ declare
     part record;
     sent bigint[];
 begin
-    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
+    perform pgqueue._require(cardinality(tokens) = (select count(distinct t) from unnest(tokens) as t),
+        'tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
+    perform pgqueue._require(
+        cardinality(counts) = cardinality(tokens)
+        and not exists (select from unnest(counts) as n where (n between 0 and 2147483647) is not true),
+        'counts', counts::text, format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647',
+            pgqueue._with_number(cardinality(tokens), 'element')));
+    perform pgqueue._require(
+        app_id is null or length(app_id) between 1 and 512, 'app_id', app_id, '1 to 512 characters, or null');
+    perform pgqueue._require(
+        num_nulls(app_id, version) <> 1, 'version', version::text, 'given if app_id is given, and null otherwise');
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform case
@@ -307,12 +277,10 @@ begin
         perform pgqueue._discard_staged(run);
         return false;
     end if;
-    if exists (
-        select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry
-    ) then
-        perform pgqueue._raise_invalid('version', entry::text,
-            format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
-    end if;
+    perform pgqueue._require(
+        not exists (
+            select from pgqueue.sink_commits c where c.app_id = ledger collate "C" and c.forgotten_version >= entry),
+        'version', entry::text, format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', ledger));
 
     for part in
         select
@@ -359,9 +327,7 @@ by another role, or is not higher than those that sweep_staged has forgotten.';
 create or replace function pgqueue.sink_abort(run uuid) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
+    perform pgqueue._require(run is not null, 'run', null, 'the id of a run');
     return pgqueue._discard_staged(run);
 end;
 $$;
@@ -380,12 +346,10 @@ declare
     swept bigint;
 begin
     perform pgqueue._require_admin_of_all(caller, 'sweep_staged');
-    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(older_than, '0', '3652.5 days'),
+        'older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
+    perform pgqueue._require(pgqueue._is_interval_between(forget_after, '0', '3652.5 days'),
+        'forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;

@@ -159,10 +159,9 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
-    if q.priorities or coalesce(q.group_limit, q.max_in_flight, q.rate_limit) is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
-    end if;
+    perform pgqueue._require(
+        not q.priorities and coalesce(q.group_limit, q.max_in_flight, q.rate_limit) is null, 'queue_name', q.name,
+        'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.
@@ -232,14 +231,12 @@ $$;
 create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
 language plpgsql stable as $$
 begin
-    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
-        or not exists (select from pg_namespace n where n.nspname = schema_name)
-    then
-        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
-    end if;
-    if table_name is null or octet_length(table_name) not between 1 and 63 then
-        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
-    end if;
+    perform pgqueue._require(
+        schema_name !~ '^(pg_|pgqueue$|information_schema$)'
+        and exists (select from pg_namespace n where n.nspname = schema_name),
+        'schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
+    perform pgqueue._require(
+        octet_length(table_name) between 1 and 63, 'table_name', table_name, 'a name of 1 to 63 bytes');
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
         perform pgqueue._raise('not_allowed', for_role, 'create relations in schema', schema_name);
     end if;
@@ -265,12 +262,8 @@ begin
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), caller);
-    if body_string is null then
-        perform pgqueue._raise_invalid('body_string', null, 'true or false');
-    end if;
-    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
-        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
-    end if;
+    perform pgqueue._require(body_string is not null, 'body_string', null, 'true or false');
+    perform pgqueue._require(flavor in ('postgresql', 'sqlserver'), 'flavor', flavor, 'postgresql or sqlserver');
     select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
     if found then
         perform pgqueue._raise('exposed', q.name, exposed::text);
