@@ -1379,17 +1379,14 @@ language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_nam
 
 create function pgqueue._counter_roles() returns text[]
 language sql immutable parallel safe
-as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
-comment on function pgqueue._counter_roles() is
-'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
-one message.';
+as $$ select '{enqueued,acknowledged,failed,dead}'::text[] $$;
 
-create function pgqueue._count_many(ones regclass, tens regclass, messages int) returns int
+create function pgqueue._count_many(counter regclass, messages int) returns int
 language plpgsql volatile as $$
 begin
     -- A loop over one expression. A statement with generate_series would take twice as long.
-    for i in 1..messages / 10 + messages % 10 loop
-        continue when nextval(case when i <= messages / 10 then tens else ones end) > 0;
+    for i in 1..messages loop
+        continue when nextval(counter) > 0;
     end loop;
     return messages;
 end;
@@ -1398,9 +1395,7 @@ $$;
 create function pgqueue._count(role text, queue_name text, messages int) returns int
 language sql volatile as $$
     select case
-        when messages > 1 then pgqueue._count_many(
-            case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
-            case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
+        when messages > 1 then pgqueue._count_many(pgqueue._counter(role, queue_name), messages)
         -- `and` would evaluate its second operand even if messages is null.
         when messages = 1 then case nextval(pgqueue._counter(role, queue_name)) when 0 then 0 else 1 end
         else messages
@@ -1410,17 +1405,6 @@ comment on function pgqueue._count(text, text, int) is
 'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
-
-create function pgqueue._total_query(role text, queue_name text) returns text
-language sql stable as $$
-    select coalesce(
-        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
-        || case when role || '_tens' = any (pgqueue._counter_roles()) then
-            ' + 10 * (select t.last_value - (not t.is_called)::int from '
-            || pgqueue._counter(role || '_tens', queue_name)::text || ' t)'
-            else '' end,
-        'null')
-$$;
 
 create function pgqueue._missing_counters(queue_name text) returns text[]
 language sql stable as $$
@@ -7384,10 +7368,11 @@ create function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute format(
-        'select %s, %s, %s, %s',
-        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
-        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    execute (
+        select 'select ' || string_agg(
+            coalesce('(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(c.role, s.queue_name)::text || ' t)', 'null'),
+            ', ' order by c.place)
+        from unnest(pgqueue._counter_roles()) with ordinality as c (role, place))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;
@@ -7443,7 +7428,7 @@ figures are estimated from samples and named in estimates, so that the cost stay
 queue was created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that
 ack, exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
 stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
-a crash or failover can add up to 352 to a total. Plain SQL on the tables is not counted. A queue that another
+a crash or failover can add up to 32 to a total. Plain SQL on the tables is not counted. A queue that another
 transaction is dropping is left out of the statistics of all queues. Raises PQ001, 40001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
@@ -8197,7 +8182,7 @@ language sql stable as $$
         when w.number is not null then
             not exists (select from pgqueue.queues q where q.queue_id = w.number)
             and (c.relispartition or pg_catalog.to_regclass(format('pgqueue.messages_%s', w.number)) is null)
-        when c.relname ~ '^(access|rights|archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+$' then
+        when c.relname ~ '^(access|rights|archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+$' then
             'pgqueue.' || c.relname not in (select n.name from named n)
             -- The comment of a view of access is a pattern.
             and pg_catalog.obj_description(c.oid, 'pg_class') is null

@@ -93,17 +93,14 @@ language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_nam
 
 create or replace function pgqueue._counter_roles() returns text[]
 language sql immutable parallel safe
-as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
-comment on function pgqueue._counter_roles() is
-'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
-one message.';
+as $$ select '{enqueued,acknowledged,failed,dead}'::text[] $$;
 
-create or replace function pgqueue._count_many(ones regclass, tens regclass, messages int) returns int
+create or replace function pgqueue._count_many(counter regclass, messages int) returns int
 language plpgsql volatile as $$
 begin
     -- A loop over one expression. A statement with generate_series would take twice as long.
-    for i in 1..messages / 10 + messages % 10 loop
-        continue when nextval(case when i <= messages / 10 then tens else ones end) > 0;
+    for i in 1..messages loop
+        continue when nextval(counter) > 0;
     end loop;
     return messages;
 end;
@@ -112,9 +109,7 @@ $$;
 create or replace function pgqueue._count(role text, queue_name text, messages int) returns int
 language sql volatile as $$
     select case
-        when messages > 1 then pgqueue._count_many(
-            case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
-            case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
+        when messages > 1 then pgqueue._count_many(pgqueue._counter(role, queue_name), messages)
         -- `and` would evaluate its second operand even if messages is null.
         when messages = 1 then case nextval(pgqueue._counter(role, queue_name)) when 0 then 0 else 1 end
         else messages
@@ -124,17 +119,6 @@ comment on function pgqueue._count(text, text, int) is
 'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
-
-create or replace function pgqueue._total_query(role text, queue_name text) returns text
-language sql stable as $$
-    select coalesce(
-        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
-        || case when role || '_tens' = any (pgqueue._counter_roles()) then
-            ' + 10 * (select t.last_value - (not t.is_called)::int from '
-            || pgqueue._counter(role || '_tens', queue_name)::text || ' t)'
-            else '' end,
-        'null')
-$$;
 
 create or replace function pgqueue._missing_counters(queue_name text) returns text[]
 language sql stable as $$

@@ -260,10 +260,11 @@ create or replace function pgqueue._add_totals(s pgqueue.queue_stats) returns pg
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute format(
-        'select %s, %s, %s, %s',
-        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
-        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    execute (
+        select 'select ' || string_agg(
+            coalesce('(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(c.role, s.queue_name)::text || ' t)', 'null'),
+            ', ' order by c.place)
+        from unnest(pgqueue._counter_roles()) with ordinality as c (role, place))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;
@@ -319,5 +320,5 @@ figures are estimated from samples and named in estimates, so that the cost stay
 queue was created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that
 ack, exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
 stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
-a crash or failover can add up to 352 to a total. Plain SQL on the tables is not counted. A queue that another
+a crash or failover can add up to 32 to a total. Plain SQL on the tables is not counted. A queue that another
 transaction is dropping is left out of the statistics of all queues. Raises PQ001, 40001.';

@@ -8,7 +8,7 @@ from pg_proc p join pg_language l on l.oid = p.prolang
 where p.pronamespace = 'pgqueue'::regnamespace;
 create temp view relations as
 select c.oid, c.relname, c.relkind, c.relacl, c.reloptions,
-    c.relname ~ '^queue_[0-9]+_(fresh_from_id|sweep_resume_id|next_sweep_at|first_due_at|waiting_until|seq|rate_used_until)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|(archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+)$' as is_dynamic
+    c.relname ~ '^queue_[0-9]+_(fresh_from_id|sweep_resume_id|next_sweep_at|first_due_at|waiting_until|seq|rate_used_until)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|(archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+)$' as is_dynamic
 from pg_class c
 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
 
