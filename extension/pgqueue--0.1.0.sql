@@ -4775,7 +4775,6 @@ begin
                 limit q.group_limit
             ) w
         )
-        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
             where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
@@ -4784,13 +4783,16 @@ end;
 $$;
 
 create function pgqueue._claim_groups(
-    q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
-) returns bigint[]
+    q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int,
+    out ids bigint[], out spent_ids bigint[]
+)
 language plpgsql volatile as $$
 begin
     -- What was committed after the walk can be in flight, or can be the first message.
-    return array(
-        select m.id
+    select coalesce(array_agg(g.id) filter (where g.is_ready), '{}'), array_agg(g.id) filter (where not g.is_ready)
+    into ids, spent_ids
+    from (
+        select m.id, m.is_ready
         from unnest(positions) as p (place)
         cross join lateral (
             select array(
@@ -4809,27 +4811,29 @@ begin
             offset 0
         ) claimed
         cross join lateral (
-            -- The claim removes the spent ones among the first messages, and then looks again.
-            select w.id
+            -- What has no attempts left holds the later ones like the dead letter that it will be.
+            select w.id, w.is_ready, q.on_dead = 'hold' and (
+                bool_or(not w.is_ready) over (rows unbounded preceding)
+                or pgqueue._has_group_dead_letter(q.name, p.place)) as is_held
             from (
                 select c.id, pgqueue._is_ready(c, at) as is_ready from pgqueue.messages c
                 where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.id + 0 <= claimed.last_id
                     and c.visible_at <= at
-                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, p.place))
                 limit case claimed.ids
                     when '{}' then q.group_limit
                     else pgqueue._places_left(q, q.group_limit, claimed.ids, at, q.group_limit)
                 end
                 for update skip locked
             ) w
-            where w.is_ready
         ) m
+        where not (m.is_ready and m.is_held)
         limit wanted
-    );
+    ) g;
 end;
 $$;
 comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'Locks up to wanted ready messages of the groups at these positions, whose locks the caller holds.';
+'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
+and the spent ones. The claim removes the latter, and then looks again.';
 
 create function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
 language sql stable as $$
@@ -4903,7 +4907,7 @@ $$;
 
 create function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
-    out locked bigint[], out spent_ids bigint[], out lock_count int, out next_position bigint
+    out locked bigint[], out next_position bigint
 )
 language plpgsql volatile as $$
 declare
@@ -4916,17 +4920,14 @@ begin
     -- transaction has locked waits for its next turn.
     with recursive walk as (
         select
-            0 as n, from_position - 1 as position, null::bigint as id, null::bigint as spent_id, false as is_locked,
-            0 as found
+            0 as n, from_position - 1 as position, false as is_locked, 0 as found
         union all
         select
-            w.n + 1, s.position, s.id, p.spent_id, h.is_locked,
-            w.found + h.is_locked::int
+            w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
         from walk w
         cross join lateral (
             select
-                pgqueue._group_position(m) as position, m.id, m.visible_at,
-                pgqueue._is_ready(m, at) as is_ready
+                pgqueue._group_position(m) as position, m.visible_at <= at as is_visible, pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
                 and pgqueue._group_position(m) > w.position
@@ -4936,67 +4937,45 @@ begin
             limit 1
         ) s
         cross join lateral (
-            -- With a higher limit, a message without attempts can have one in flight before it, and an expired one too.
-            select case
-                when s.visible_at <= at and not s.is_ready then s.id
-                when q.group_limit > 1 then coalesce(
-                    (
-                        select c.id from pgqueue.messages c
-                        where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
-                            and c.attempt_count > 0 and pgqueue._is_spent(c, at)
-                        limit 1
-                    ),
-                    case when not s.is_ready then (
-                        select v.id
-                        from (
-                            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
-                            where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id) and c.visible_at <= at
-                            limit 1
-                        ) v
-                        where v.is_spent
-                    ) end)
-            end as spent_id
-            offset 0
-        ) p
-        cross join lateral (
             -- The lock of a group that gives no message would keep others from it until the transaction ends.
+            -- Of a group that waits for a dead letter, only spent messages at its start are removed.
             select case
-                when p.spent_id is not null
-                    or q.group_limit = 1 and s.is_ready
-                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
-                    or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
+                when case q.group_limit
+                        when 1 then s.is_visible else pgqueue._has_group_candidate(q, at, s.position, first_id) end
+                    and not (q.on_dead = 'hold' and s.is_visible = s.is_ready
+                        and pgqueue._has_group_dead_letter(q.name, s.position))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
             offset 0
         ) h
         where w.found < wanted and w.n < most_steps
     )
     select
-        -- What has no attempts left holds its group like the dead letter that it will be.
-        array_agg(w.position)
-        filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
-        array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
-        max(w.found),
+        array_agg(w.position) filter (where w.is_locked),
         case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
-    into locked, spent_ids, lock_count, next_position
+    into locked, next_position
     from walk w;
-    if spent_ids is not null then
-        -- Their groups can have many more.
-        spent_ids := array(
-            select distinct s.id
-            from pgqueue._lookup_keys(q.name, spent_ids) k, pgqueue.messages m
-            cross join lateral (
-                select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
-                where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
-                limit 100
-            ) s
-            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent);
-    end if;
 end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
-'Visits the groups from one position to another and locks up to wanted of them. Returns the locked ones that can give a
-message, the messages of locked groups that have no attempts left or have expired, the number of locks, and where to go
-on; null at the end.';
+'Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns the
+locked ones, and where to go on; null at the end.';
+
+create function pgqueue._remove_spent_of_groups(q pgqueue.queues, ids bigint[], at timestamptz) returns int
+language plpgsql volatile as $$
+begin
+    -- Their groups can have many more.
+    return (pgqueue._remove_spent_messages(q, array(
+        select distinct s.id
+        from pgqueue._lookup_keys(q.name, _remove_spent_of_groups.ids) k, pgqueue.messages m
+        cross join lateral (
+            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+            where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
+            limit 100
+        ) s
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent
+    ), at, 8)).removed;
+end;
+$$;
 
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[] language plpgsql volatile as $$
@@ -5015,8 +4994,8 @@ declare
     first_id constant bigint := pgqueue._first_id_of(q.name);
     locks_left int := 100;
     walk record;
+    given record;
     spent_ids bigint[] := '{}'::bigint[];
-    removed int;
     walks int := 0;
     candidate_ids bigint[] := '{}'::bigint[];
     ungrouped_ids bigint[];
@@ -5039,23 +5018,23 @@ begin
         select w.* into walk
         from pgqueue._walk_groups(
             q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left)) w;
-        locks_left := locks_left - walk.lock_count;
-        -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
-        if walk.locked is not null and pgqueue._has_fixed_snapshot() then
-            perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-        end if;
-        spent_ids := spent_ids || walk.spent_ids;
         if walk.locked is not null then
-            candidate_ids := candidate_ids || pgqueue._claim_groups(
-                q, at, walk.locked, first_id, wanted - cardinality(candidate_ids));
+            -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
+            if pgqueue._has_fixed_snapshot() then
+                perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+            end if;
+            locks_left := locks_left - cardinality(walk.locked);
+            select g.* into given
+            from pgqueue._claim_groups(q, at, walk.locked, first_id, wanted - cardinality(candidate_ids)) g;
+            candidate_ids := candidate_ids || given.ids;
+            spent_ids := spent_ids || given.spent_ids;
         end if;
         from_position := walk.next_position;
         if from_position is null and (below_position = started_from or started_from = first_position) then
             -- No group has a ready message. The successors of removed ones may be ready.
-            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
-            select r.removed into removed from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}'
+                or pgqueue._remove_spent_of_groups(q, spent_ids, at) = 0;
             spent_ids := '{}';
-            exit when removed = 0;
             from_position := started_from;
             below_position := 9223372036854775807;
         elsif from_position is null then
@@ -5067,7 +5046,7 @@ begin
         exit when walks > 1 and pgqueue._now() > at + interval '20 ms';
     end loop;
     if spent_ids <> '{}' then
-        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
+        perform pgqueue._remove_spent_of_groups(q, spent_ids, at);
     end if;
     -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
