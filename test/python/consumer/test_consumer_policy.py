@@ -3,9 +3,11 @@
 import json
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -14,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry, testing
+from pgqueue.consumer import runtime
 from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of
-from pgqueue.consumer.runtime import CircuitBreaker
 from pgqueue.errors import is_conflict, is_trouble
 
 SECONDS = timedelta(seconds=1)
@@ -202,46 +204,61 @@ def test_a_stack_trace_that_cannot_be_formatted_in_one_piece_is_recorded(monkeyp
 # 50: the circuit breaker
 
 
-def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[Any]]:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the circuit breaker, whose pauses do not vary."""
     clock = Clock()
-    circuit = CircuitBreaker(after, clock, lambda: 0.5)
-    return circuit, clock, circuit.changes
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(runtime, "random", SimpleNamespace(uniform=lambda least, most: (least + most) / 2))
+    return clock
 
 
-def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough() -> None:
-    circuit, clock, states = breaker()
-    assert circuit.state == "closed"
-    circuit.failed()
+def circuit() -> tuple[runtime.Runtime, list[str], Callable[[str], float]]:
+    """A consumer, the states of its circuit, and what lets a kind of work fail and returns the pause."""
+    states: list[str] = []
+    consumer = Consumer("", "q", nothing, on_circuit=states.append)
+    parts = runtime.Runtime(consumer, consumer._stats)
+
+    def fail(kind: str) -> float:
+        parts.failed(kind, LookupError("down"))
+        return parts._not_before - runtime.time.monotonic()
+
+    return parts, states, fail
+
+
+def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: Clock) -> None:
+    parts, states, fail = circuit()
+    assert parts.stats.circuit == "closed"
+    fail("claim")
     clock.now += 29.9
-    circuit.failed()
+    fail("claim")
     assert states == ["armed"]
-    clock.now += 0.1
-    circuit.failed()
-    assert (circuit.state, states) == ("open", ["armed", "open"])
+    clock.now += 0.2
+    fail("claim")
+    assert (parts.stats.circuit, states) == ("open", ["armed", "open"])
 
 
-def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another() -> None:
-    circuit, clock, states = breaker()
+def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock: Clock) -> None:
+    parts, states, fail = circuit()
     for _ in range(31):
-        circuit.failed("claim")
-        circuit.succeeded("peek")
+        fail("claim")
+        parts.succeeded("peek")
         clock.now += 1
     assert states == ["armed", "open"]
-    circuit.failed("peek")
-    circuit.succeeded("claim")
+    fail("peek")
+    parts.succeeded("claim")
     assert states == ["armed", "open"]
-    circuit.succeeded("peek")
+    parts.succeeded("peek")
     assert states == ["armed", "open", "closed"]
 
 
-def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open() -> None:
-    circuit, clock, _ = breaker()
-    assert [circuit.failed() for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
+def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open(clock: Clock) -> None:
+    parts, _, fail = circuit()
+    assert [fail("claim") for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
     clock.now += 30
-    assert circuit.failed() == pytest.approx(10)
-    circuit.succeeded()
-    assert circuit.failed() == pytest.approx(0.05)
-    assert CircuitBreaker(30, clock, lambda: 0.0).failed() == pytest.approx(0.0375)  # It varies by a quarter.
+    assert fail("claim") == pytest.approx(10)
+    parts.succeeded("claim")
+    assert fail("claim") == pytest.approx(0.05)
 
 
 def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:

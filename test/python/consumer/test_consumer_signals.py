@@ -120,18 +120,20 @@ WAITS = "stopping: 1 handler may run for 25 s"
 CANCELS = "stopping: 1 handler cancelled"
 
 
-@pytest.mark.parametrize(("flavour", "number"), [("sync", SIGTERM), ("async", SIGINT)])
+@pytest.mark.parametrize(("flavour", "number", "consumers"), [("sync", SIGTERM, 1), ("async", SIGINT, 2)])
 def test_after_a_signal_running_handlers_return_and_run_ends(
-    flavour: str, number: Signals, database: str, connection: Connection, name: str, tmp_path: Path
+    flavour: str, number: Signals, consumers: int, database: str, connection: Connection, name: str, tmp_path: Path
 ) -> None:
-    prepare(connection, name).enqueue(1)
-    with program(flavour, database, name, tmp_path) as running:
-        assert running.next_line() == "begun"
+    names = [f"{name}_{place}" for place in range(consumers)]  # of one event loop
+    for one in names:
+        prepare(connection, one).enqueue(1)
+    with program(flavour, database, " ".join(names), tmp_path) as running:
+        assert [running.next_line() for _ in names] == ["begun"] * consumers
         running.process.send_signal(number)
-        assert running.next_line() == WAITS
+        assert [running.next_line() for _ in names] == [WAITS] * consumers
         running.let_handlers_return()
-        assert running.end() == (0, "done\nback\n")
-    assert is_empty(connection, name)
+        assert running.end() == (0, "done\n" * consumers + "back\n")
+    assert all(is_empty(connection, one) for one in names)
 
 
 def test_a_second_signal_cancels_handlers_without_counting_an_attempt(
@@ -158,21 +160,6 @@ def test_a_third_signal_ends_the_process_at_once(
             assert running.next_line() == line
         running.process.send_signal(SIGTERM)
         assert running.end() == (128 + SIGTERM, "")
-
-
-def test_one_signal_stops_all_consumers_of_an_event_loop(
-    database: str, connection: Connection, name: str, tmp_path: Path
-) -> None:
-    names = [f"{name}_{number}" for number in (1, 2)]
-    for one in names:
-        prepare(connection, one).enqueue(1)
-    with program("async", database, " ".join(names), tmp_path) as running:
-        assert [running.next_line(), running.next_line()] == ["begun", "begun"]
-        running.process.send_signal(SIGINT)
-        assert [running.next_line(), running.next_line()] == [WAITS, WAITS]
-        running.let_handlers_return()
-        assert running.end() == (0, "done\ndone\nback\n")
-    assert all(is_empty(connection, one) for one in names)
 
 
 def test_a_forked_child_of_a_handler_is_terminated_by_a_signal(

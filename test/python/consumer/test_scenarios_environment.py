@@ -322,23 +322,3 @@ def test_a_restart_of_the_server_loses_and_repeats_no_message(
                     found = rows(connection, "select n from effects where queue = %s order by n", queue)
                     assert found == [(n,) for n in range(60)]
                 assert "open" not in run.circuits
-
-
-@together(MIXED)
-def test_killed_connections_lose_and_repeat_no_message(case: Case) -> None:
-    case.prepare(visibility_timeout=5 * SECOND, max_attempts=20).enqueue_batch(list(range(60)))
-    case.execute(f'create table "{case.name}" (n int)')
-
-    async def work(step: Step) -> None:
-        if step.connection is not None:
-            await step.execute(f'insert into "{case.name}" values (%s)', (step.message.payload,))
-
-    with case.consuming(work, concurrency=4) as run:
-        for number in (10, 40):
-            wait_for(lambda: len(run.returned) > number)  # noqa: B023
-            assert cut(case.connection, case.name)
-        wait_for(case.is_empty)
-    assert set(run.returned) == set(range(60))
-    if case.form.is_transactional:
-        assert case.rows(f'select n from "{case.name}" order by n') == [(n,) for n in range(60)]
-    assert Queue(case.connection, case.name).stats().dead_messages == 0

@@ -18,7 +18,6 @@ from consumers import (
     MIXED,
     NOW,
     OTHER_PAIR,
-    PAIR,
     SECOND,
     THREADS,
     Case,
@@ -198,21 +197,6 @@ def test_a_retry_comes_after_its_delay(case: Case) -> None:
     assert all("busy" in (call.message.last_error or "") for call in run.calls if call.attempt == 2)
     assert {"retried", "succeeded"} <= {event.kind for event in run.events}
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (3, 3)
-
-
-@each_of(PAIR)
-def test_a_retry_without_a_delay_uses_the_backoff_of_the_queue(case: Case) -> None:
-    queue = case.prepare(backoff_base=timedelta(hours=1), backoff_max=timedelta(hours=9), backoff_jitter=0)
-    queue.enqueue_batch(["Retry", "error"])
-
-    async def work(step: Step) -> None:
-        raise Retry() if step.message.payload == "Retry" else ValueError
-
-    with case.consuming(work):
-        wait_for(lambda: queue.stats().scheduled_messages == 2)
-    for message in queue.browse("scheduled"):
-        assert timedelta(hours=1) <= message.visible_at - message.enqueued_at < timedelta(hours=2)
-        assert message.attempt_count == 1
 
 
 @together(MIXED)

@@ -215,26 +215,6 @@ def test_a_stop_gives_prefetched_messages_back(case: Case, force: bool) -> None:
     assert sum(event.count for event in run.events if event.kind == "released") == left
 
 
-@together(PLAIN)
-def test_claims_of_prefetched_messages_are_extended_while_they_wait(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extend_often(monkeypatch)
-    queue = case.prepare(visibility_timeout=LONG)
-    queue.enqueue_batch(list(range(5)))
-    gate = Event()
-
-    with case.consuming(until(gate.is_set), concurrency=1, prefetch=5, claimed_by="räuber 📬") as run:
-        claimed = wait_for(lambda: len(found := queue.browse("inflight")) == 5 and found)
-        assert {one.claimed_by for one in claimed} == {"räuber 📬"}
-        for before in claimed:
-            wait_for(lambda: queue.browse("inflight")[before.payload].visible_at > before.visible_at)  # noqa: B023
-        gate.set()
-        wait_for(case.is_empty)
-    assert run.returned == list(range(5))
-    assert run.attempts == [1] * 5
-
-
 # Batches
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -178,19 +179,9 @@ class Claims:
         if self.has_limit:
             self._runtime.look_again()
 
-    def _answered(self, result: Result, is_kept: bool) -> None:
-        """Note whether the claim was valid when its message was settled."""
-        message = result.message  # A try whose connection broke has settled it, while no other consumer can claim it.
-        if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
-            self.settled(result)
-        else:
-            self.lose(message)
-
     def renew(self, message: ClaimedMessage) -> ClaimedMessage:
         """Move the claim of an abandoned call to a new ClaimedMessage, so that the call cannot change its state."""
-        renewed = ClaimedMessage(message.message)
-        renewed.claimed_until, renewed.renew_at = message.claimed_until, message.renew_at
-        renewed.is_locked = message.is_locked
+        renewed = replace(message, call=None, state=State.CLAIMED)
         self.forget(message)
         self.held.add(renewed)
         return renewed
@@ -266,7 +257,12 @@ class Claims:
         for message, answer in zip(messages, answers, strict=True):
             is_kept = answer.settled if statement is None else answer
             if due[message].state is not State.RELEASED:
-                self._answered(due.pop(message), is_kept)
+                result = due.pop(message)
+                # A try whose connection broke has settled it, unless another consumer can have claimed it meanwhile.
+                if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
+                    self.settled(result)
+                else:
+                    self.lose(message)
             elif is_kept or message.is_locked:
                 self._end_record(due.pop(message).message)
         return messages[0] not in due  # In receive mode, the server may end an aborted transaction late.

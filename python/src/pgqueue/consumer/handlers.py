@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue
 from .policy import Reject, Retry, refusal
 from .runtime import Runtime
 from .timings import timings
-from .transactions import Attempt, Transactions, failure_record, settlement
+from .transactions import Attempt, Transactions, settlement
 from .workers import Workers
 
 T = TypeVar("T")
@@ -30,17 +29,6 @@ Failed = tuple[BaseException | None, float | None]  # what the handler raised, a
 
 _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may return nothing
 _MOST_FRAMES = 10  # of the stack of a handler that has exceeded its time limit
-
-
-@dataclass(slots=True)
-class ReceiveRound:
-    """The receives that follow a peek. After the first that returns nothing, no other is started."""
-
-    left: int  # how many messages may still be received
-    expected_by_peek: bool
-    open: int = 0  # receives whose result is not known
-    received: int = 0
-    failed: bool = False
 
 
 class HandlerCalls:
@@ -51,7 +39,10 @@ class HandlerCalls:
         self._settings = runtime.settings
         self._workers = workers
         self._transactions = Transactions(runtime, workers)
-        self._round = ReceiveRound(0, False)
+        self._wanted = 0  # how many messages may still be received; after a receive that finds nothing, none
+        self._is_expected = False  # a peek has counted them
+        self._open = 0  # receives whose result is not known
+        self._answers: list[int | None] = []  # how many messages the others have got; None for one that failed
         self.claims = Claims(runtime)
         self.running: set[HandlerCall] = set()
         self._abandoned: set[HandlerCall] = set()  # given up after their time limit; they have not ended
@@ -71,22 +62,20 @@ class HandlerCalls:
         for part in by_queue(messages):
             self._runtime.event("claimed", len(part), queue_name=part[0].queue_name)
 
-    async def receive(self, messages: int, expected_by_peek: bool) -> ReceiveRound:
-        """Receive messages until one receive finds nothing, and handle each in its transaction."""
-        current = self._round = ReceiveRound(messages, expected_by_peek)
+    async def receive(self, messages: int, is_expected: bool) -> list[int | None]:
+        """Receive messages until one receive finds nothing, and handle each in its transaction; returns `_answers`."""
+        self._wanted, self._is_expected, self._answers = messages, is_expected, []
         try:
             self.start_next()
-            await self._runtime.wait_until(
-                lambda: not current.open and (current.left <= 0 or self._runtime.is_stopping)
-            )
+            await self._runtime.wait_until(lambda: not self._open and (self._wanted <= 0 or self._runtime.is_stopping))
         finally:
-            current.left = 0
-        return current
+            self._wanted = 0
+        return self._answers
 
     def start_next(self) -> None:
         """Start the calls that can start."""
-        size, current = self._settings.batch_size or 1, self._round
-        while (self.waiting or current.left > 0) and self.free > 0 and not self._runtime.is_stopping:
+        size = self._settings.batch_size or 1
+        while (self.waiting or self._wanted > 0) and self.free > 0 and not self._runtime.is_stopping:
             messages: list[ClaimedMessage] = []
             while self.waiting and len(messages) < size:
                 message = self.waiting.popleft()
@@ -94,11 +83,11 @@ class HandlerCalls:
                     messages.append(message)
             if messages:
                 self._start(messages, self._handle)
-            elif current.left > 0:
-                if current.open >= _MOST_OPEN_RECEIVES:
+            elif self._wanted > 0:
+                if self._open >= _MOST_OPEN_RECEIVES:
                     break
-                current.left -= size
-                current.open += 1
+                self._wanted -= size
+                self._open += 1
                 self._start([], self._receive)
         self._runtime.stats.prefetched = len(self.waiting)
 
@@ -336,15 +325,12 @@ class HandlerCalls:
 
     def _received(self, messages: int | None) -> None:
         """Note how many messages a call has received."""
-        current = self._round
-        current.open -= 1
-        if messages is None:
-            current.failed = True
-        else:
-            self._runtime.report_receive(messages, current.expected_by_peek)
-            current.received += messages
+        self._open -= 1
+        self._answers.append(messages)
+        if messages is not None:
+            self._runtime.report_receive(messages, self._is_expected)
         if not messages:
-            current.left = 0
+            self._wanted = 0
         self._runtime.signal()
 
     async def _record_failures(
@@ -357,7 +343,7 @@ class HandlerCalls:
         """
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
-            result = failure_record(self._runtime, message, fault)
+            result = settlement(self._runtime, message, fault, is_undone=True)
             self._runtime.report_failure(result)
             self.claims.queue({message: result})
         await self._runtime.wait_until(

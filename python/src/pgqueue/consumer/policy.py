@@ -256,10 +256,7 @@ def without_record(message: Message) -> Message:
 
 
 def failure_headers(message: Message, error: BaseException, consumer: str, dies: bool) -> dict[str, Any]:
-    """The headers for a message after a failed attempt: its failures, and those of a dead letter if it `dies`.
-
-    They are shortened to fit beside the sender's headers.
-    """
+    """The headers for a message after a failed attempt, and for its dead letter, short enough for the sender's."""
     cause = cause_of(error)
     failed_at = datetime.now(UTC).isoformat()
     entry = {

@@ -253,12 +253,13 @@ class Poller:
                 (self._ready,) = await self._runtime.run(_calls.peek(self._settings.queue_name, limit), "peek")
                 if not self._ready:
                     return 0, False
-        current = await self._calls.receive(self._ready or 1, is_expected)
-        if current.received:
+        answers = await self._calls.receive(self._ready or 1, is_expected)
+        received, has_failed = sum(count or 0 for count in answers), None in answers
+        if received:
             self._empty_looks = 0
-        if current.failed:
+        if has_failed:
             await self._runtime.pause_after_failure()
-        return current.received, current.failed or (current.received > 0 and self._ready >= limit)
+        return received, has_failed or (received > 0 and self._ready >= limit)
 
     def _note(self, taken: int) -> None:
         """Note how many messages were taken. If one was ready or due and was not, the next looks become rarer."""

@@ -22,53 +22,9 @@ from .settings import Settings
 from .timings import timings
 
 T = TypeVar("T")
-CircuitState = Literal["closed", "armed", "open"]
 logger = logging.getLogger("pgqueue.consumer")
 
-
 _COUNTED = ("succeeded", "retried", "dead", "lost", "extended", "released")  # events that are counters, too
-
-
-class CircuitBreaker:
-    """Counts failures of the database, and tells how long to pause after each.
-
-    It is armed after the first failure, open when a kind of work has failed for `after` seconds, and closed when no
-    kind fails. `changes` are the states entered, for the reader to remove.
-    """
-
-    def __init__(
-        self, after: float, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
-    ) -> None:
-        self.after = after
-        self.state: CircuitState = "closed"
-        self.changes: list[CircuitState] = []
-        self._clock = clock
-        self._chance = chance
-        self.failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
-
-    def failed(self, kind: str = "") -> float:
-        """Count a failure; returns the seconds to pause, which vary so that not all consumers reconnect together."""
-        since, failures = self.failing.get(kind, (self._clock(), 0))
-        self.failing[kind] = since, failures + 1
-        if self.state == "closed":
-            self._become("armed")
-        if self.state == "armed" and self._clock() - min(since for since, _ in self.failing.values()) >= self.after:
-            self._become("open")
-        longest = (
-            timings.open_pause
-            if self.state == "open"
-            else min(timings.armed_pause, timings.first_pause * 2.0 ** min(failures, 10))
-        )
-        return longest * (0.75 + self._chance() / 2)
-
-    def succeeded(self, kind: str = "") -> None:
-        """Count a success: this kind of work does not fail any more."""
-        if self.failing.pop(kind, None) and not self.failing:
-            self._become("closed")
-
-    def _become(self, state: CircuitState) -> None:
-        self.state = state
-        self.changes.append(state)
 
 
 class Runtime:
@@ -81,7 +37,8 @@ class Runtime:
         # A claim that a crash of the server undoes is delivered again, so claims need not wait for the disk.
         self.claiming = SharedConnection(self.connections, _calls.NO_COMMIT_WAIT)
         self.settling = SharedConnection(self.connections)
-        self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds())
+        stats.circuit = "closed"
+        self._failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
         self.has_news = False  # The queue may have messages that the last look has not seen.
         self.error: Exception | None = None  # why the consumer stops by itself
@@ -94,7 +51,7 @@ class Runtime:
     @property
     def limit(self) -> int:
         """How many handlers may run now."""
-        return 1 if self.breaker.state == "open" else self.settings.slots
+        return 1 if self.stats.circuit == "open" else self.settings.slots
 
     @property
     def is_stopping(self) -> bool:
@@ -182,41 +139,52 @@ class Runtime:
         await self.settling.close()
 
     def succeeded(self, kind: str) -> None:
-        """Note that a kind of work succeeded."""
-        self.breaker.succeeded(kind)
-        self._tell_circuit()
+        """Note that a kind of work does not fail any more. The circuit is closed when none does."""
+        if self._failing.pop(kind, None) and not self._failing:
+            self._enter("closed")
+            self.log(logging.INFO, "works again")
 
     def failed(self, kind: str, error: Exception) -> None:
-        """Note that a kind of work failed; stops the consumer after `give_up_after`. Conflicts are not counted."""
+        """Note that a kind of work failed, and pause; stop the consumer after `give_up_after`.
+
+        Conflicts are not counted. The circuit is armed by a failure, and open when a kind of work has failed for
+        `circuit_breaker_after`. Pauses vary, so that many consumers do not reconnect at the same time.
+        """
+        settings = self.settings
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return
-        if self.settings.also and isinstance(error, QueueNotFound) and kind != "queue":  # The others may exist.
+        if settings.also and isinstance(error, QueueNotFound) and kind != "queue":  # The others may exist.
             return
         if kind != "work" and is_trouble(error):
             kind = "connection"
-        level = logging.WARNING if self.breaker.state == "closed" else logging.DEBUG
-        pause = self.breaker.failed(kind)
+        now, level = time.monotonic(), logging.WARNING if self.stats.circuit == "closed" else logging.DEBUG
+        since, failures = self._failing.get(kind, (now, 0))
+        self._failing[kind] = since, failures + 1
+        if self.stats.circuit == "closed":
+            self._enter("armed")
+        failing_for = now - min(since for since, _ in self._failing.values())
+        is_opening = self.stats.circuit == "armed" and failing_for >= settings.circuit_breaker_after.total_seconds()
+        pause = min(timings.armed_pause, timings.first_pause * 2.0 ** min(failures, 10))
+        if is_opening or self.stats.circuit == "open":
+            pause = timings.open_pause
+        pause *= random.uniform(0.75, 1.25)  # noqa: S311
         self.log(level, f"{_one_line(error)}; the next attempt follows in {pause:.1f} s")
-        self._not_before = time.monotonic() + pause
-        limit = self.settings.give_up_after
+        self._not_before = now + pause
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
-            if limit is not None and time.monotonic() - self.breaker.failing[kind][0] >= limit.total_seconds():
+            if settings.give_up_after is not None and now - since >= settings.give_up_after.total_seconds():
                 self.stop_with(error)
-        self._tell_circuit(f", at last because of {_one_line(error)}")
+        if is_opening:
+            self._enter("open")
+            text = f"nothing has succeeded for {settings.circuit_breaker_after}, at last because of {_one_line(error)}"
+            self.critical(None, f"{text}: slowed down to one")
 
-    def _tell_circuit(self, reason: str = "") -> None:
-        while self.breaker.changes:
-            self.stats.circuit = state = self.breaker.changes.pop(0)
-            self.event("circuit", detail=state)
-            if self.settings.on_circuit is not None:
-                self._call(self.settings.on_circuit, state)
-            if state == "open":
-                after = self.settings.circuit_breaker_after
-                self.critical(None, f"nothing has succeeded for {after}{reason}: slowed down to one")
-            elif state == "closed":
-                self.log(logging.INFO, "works again")
-            self.signal()
+    def _enter(self, state: Literal["closed", "armed", "open"]) -> None:
+        self.stats.circuit = state
+        self.event("circuit", detail=state)
+        if self.settings.on_circuit is not None:
+            self._call(self.settings.on_circuit, state)
+        self.signal()
 
     def keep_running(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run endless work in a task. If it fails, report that and start it again after a pause."""

@@ -39,30 +39,28 @@ def settlement(
     error: BaseException,
     seconds: float | None = None,
     answer: Decision | None = None,
+    is_undone: bool = False,
 ) -> Result:
-    """The outcome of a failed attempt, by the answer of a policy or without one."""
-    claim = claimed.claim
-    decision = policy.decide(error, answer, claimed.message.attempt_count, runtime.settings.retries)
+    """The outcome of a failed attempt, by the answer of a policy or without one.
+
+    `is_undone`: the message is in the queue again, as it was before, and the statement only counts the attempt.
+    """
+    claim, attempt = claimed.claim, claimed.message.attempt_count
+    decision = policy.decide(error, answer, attempt, runtime.settings.retries)
     if isinstance(decision, Handled):
         return Result(claimed, State.ACKED, seconds, error, "the policy has handled it", _calls.ack(*claim))
-    dies = isinstance(decision, Reject) or claimed.is_last_attempt
-    record = _record(runtime, claimed, error, decision, dies)
+    dies = claimed.is_last_attempt or (isinstance(decision, Reject) and not is_undone)
+    next_step, record = policy.describe_next_step(decision, dies), _record(runtime, claimed, error, decision, dies)
+    after = decision.after if isinstance(decision, Retry) else None
+    if is_undone:
+        statement = _calls.record_failure(claimed.queue_name, claimed.id, attempt, after, *record)
+        return Result(claimed, State.RELEASED, None, error, next_step, statement)
     if isinstance(decision, Retry):
-        statement = _calls.nack(*claim, decision.after, *record)
+        statement = _calls.nack(*claim, after, *record)
     else:
         statement = _calls.reject(*claim, *record, "attempts_exhausted" if isinstance(decision, Exhausted) else None)
-    state, next_step = State.DEAD if dies else State.RETRIED, policy.describe_next_step(decision, dies)
-    return Result(claimed, state, seconds, error, next_step, statement, _calls.nack(*claim, None, None, None))
-
-
-def failure_record(runtime: Runtime, claimed: ClaimedMessage, error: BaseException) -> Result:
-    """The outcome of an attempt whose transaction was rolled back: its statement counts the attempt."""
-    attempt, dies = claimed.message.attempt_count, claimed.is_last_attempt
-    decision = policy.decide(error, None, attempt, runtime.settings.retries)
-    after = decision.after if isinstance(decision, Retry) else None
-    record = _record(runtime, claimed, error, decision, dies)
-    statement = _calls.record_failure(claimed.queue_name, claimed.id, attempt, after, *record)
-    return Result(claimed, State.RELEASED, None, error, policy.describe_next_step(decision, dies), statement)
+    state, fallback = State.DEAD if dies else State.RETRIED, _calls.nack(*claim, None, None, None)
+    return Result(claimed, state, seconds, error, next_step, statement, fallback)
 
 
 def _record(
