@@ -333,24 +333,3 @@ def test_a_later_stop_may_shorten_the_grace(case: Case) -> None:
         first.result(PATIENCE)
     assert run.consumer.stats.released == (1 if case.form.mode != "receive" else 0)
     assert case.attempts() == [0]
-
-
-def test_a_signal_handler_may_stop_the_consumer_that_it_interrupts(
-    database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name).enqueue(1)
-    code = (
-        "import signal, sys, pgqueue\n"
-        "consumer = pgqueue.Consumer(*sys.argv[1:], lambda _: print('done', flush=True))\n"
-        "signal.signal(signal.SIGTERM, lambda *_: consumer.stop())\n"
-        "consumer.run()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, database, name], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"done\n"
-        process.terminate()
-        try:
-            assert process.wait(PATIENCE) == 0
-        finally:
-            process.kill()
-    assert is_empty(connection, name)

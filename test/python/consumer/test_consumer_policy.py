@@ -101,14 +101,10 @@ def test_the_policy_overrides_the_handler_and_the_handler_overrides_the_retries(
     default = decide(error, None, 1, None)
     assert isinstance(default, Retry)
     assert default.after is None
-
-
-def test_a_retry_without_a_delay_uses_the_delay_of_the_retries() -> None:
-    decision = decide(Retry(error="busy"), None, 1, Retries(immediate=0, delayed=1, delays=[7 * SECONDS]))
-    assert isinstance(decision, Retry)
-    assert (decision.after, decision.error) == (7 * SECONDS, "busy")
-    decision = decide(ValueError(), Retry(), 2, Retries(immediate=0, delayed=1, delays=[7 * SECONDS]))
-    assert isinstance(decision, Reject)
+    default = decide(Retry(error="busy"), None, 1, retries)
+    assert isinstance(default, Retry)
+    assert (default.after, default.error) == (7 * SECONDS, "busy")
+    assert isinstance(decide(error, Retry(), 2, retries), Reject)
 
 
 @pytest.mark.parametrize("after", [-SECONDS, timedelta(days=3652.5, microseconds=1), timedelta.max])
