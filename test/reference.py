@@ -12,7 +12,8 @@ from textwrap import fill
 from sections import ROOT, update_section
 
 FUNCTION = re.compile(
-    r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\s+returns (?P<returns>[^\n]+?)\s+language ",
+    r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)"
+    r"\s+returns (?P<returns>[^\n]+?)\s+language ",
     re.MULTILINE | re.DOTALL,
 )
 COMMENT = re.compile(

@@ -209,7 +209,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def circuit() -> tuple[runtime.Runtime, list[str], Callable[[str], float]]:
+def circuit(clock: Clock) -> tuple[runtime.Runtime, list[str], Callable[[str], float]]:
     """A consumer, the states of its circuit, and what lets a kind of work fail and returns the pause."""
     states: list[str] = []
     consumer = Consumer("", "q", nothing, on_circuit=states.append)
@@ -217,13 +217,13 @@ def circuit() -> tuple[runtime.Runtime, list[str], Callable[[str], float]]:
 
     def fail(kind: str) -> float:
         parts.failed(kind, LookupError("down"))
-        return parts._not_before - runtime.time.monotonic()
+        return parts._not_before - clock.now
 
     return parts, states, fail
 
 
 def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: Clock) -> None:
-    parts, states, fail = circuit()
+    parts, states, fail = circuit(clock)
     assert parts.stats.circuit == "closed"
     fail("claim")
     clock.now += 29.9
@@ -235,7 +235,7 @@ def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: Clock
 
 
 def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock: Clock) -> None:
-    parts, states, fail = circuit()
+    parts, states, fail = circuit(clock)
     for _ in range(31):
         fail("claim")
         parts.succeeded("peek")
@@ -249,7 +249,7 @@ def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock
 
 
 def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open(clock: Clock) -> None:
-    parts, _, fail = circuit()
+    parts, _, fail = circuit(clock)
     assert [fail("claim") for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
     clock.now += 30
     assert fail("claim") == pytest.approx(10)
