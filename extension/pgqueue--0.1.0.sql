@@ -1223,20 +1223,14 @@ declare
     d record;
 begin
     for d in
-        select c.name, pgqueue._privileges_of(c.accesses) as privileges, c.name = 'new_queue_of_admin' as creating
-        from (values
-            ('queue_of_producer', '{producer}'::text[]),
-            ('queue_of_consumer', '{consumer}'),
-            ('queue_of_admin', '{admin}'),
-            ('new_queue_of_admin', '{admin}'),
-            ('queue_of_transport', '{transport}'),
-            ('queue_of_consumer_or_admin', '{consumer,admin}'),
-            ('queue_of_producer_or_admin', '{producer,admin}'),
-            ('queue_of_admin_or_reader', '{admin,reader}'),
-            ('queue_of_consumer_admin_or_reader', '{consumer,admin,reader}'),
-            ('queue_of_producer_admin_or_raw', '{producer,admin,raw}'),
-            ('queue_of_any_access', '{producer,consumer,admin,raw,reader}')
-        ) as c (name, accesses)
+        select
+            y.typname as name, y.typname = 'new_queue_of_admin' as creating,
+            pgqueue._privileges_of(array(
+                select a from unnest('{producer,consumer,admin,raw,reader,transport}'::text[]) as a
+                where strpos(y.typname, a) > 0 or y.typname = 'queue_of_any_access' and a <> 'transport'
+            )) as privileges
+        from pg_catalog.pg_type y
+        where y.typnamespace = 'pgqueue'::regnamespace and y.typname ~ '^(new_)?queue_of_'
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
         -- The looks at the views of the queue and of the shortest patterns are written out: a call of a function costs
@@ -2721,15 +2715,6 @@ comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
-create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
-
 create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
@@ -2738,19 +2723,20 @@ declare
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with gone as ('
+    for m in execute format(
+        'with moved as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        ' and coalesce(m.expires_at > $2, true) returning m),'
+        ' scheduled as ('
+        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
+        ' and coalesce(s.expires_at > $2, true) returning s)'
+        ' select ((g.m)::pgqueue.messages).* from moved g union all select (pgqueue._as_message(g.s)).* from scheduled g',
         pgqueue._partition_of(q))
-    using q.name, at;
-    for m in
-        delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
-        returning (pgqueue._as_message(s)).*
+    using q.name, at
     loop
-        perform pgqueue._add_undelivered_dead_letter(m, at);
+        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+        m.expires_at := null;
+        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
     end loop;
 end;
 $$;
@@ -7760,21 +7746,6 @@ begin
 end;
 $$;
 
-create function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[]) returns setof pgqueue.messages
-language sql stable as $$
-    select m.*
-    from unnest(hidden_ids) as hidden_id
-    cross join lateral (
-        select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1
-    ) m
-    where exists (
-        select from pgqueue.messages c
-        where pgqueue._is_in_queue(c, q.kind, q.name)
-            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
-    )
-    order by m.id limit 10
-$$;
-
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$
@@ -7841,13 +7812,22 @@ begin
     ) as f (is_found, severity, finding, detail, repair)
     where f.is_found
     union all
-    select
-        'warning', q.name, 'held_group',
-        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
-            m.visible_at),
-        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
-            at, q.name, m.id)
-    from pgqueue._held_groups(q, r.hidden_ids) m
+    (
+        select
+            'warning', q.name, 'held_group',
+            format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+                m.visible_at),
+            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+                at, q.name, m.id)
+        from unnest(r.hidden_ids) as hidden_id
+        cross join lateral (select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1) m
+        where exists (
+            select from pgqueue.messages c
+            where pgqueue._is_in_queue(c, q.kind, q.name) and c.id > m.id
+                and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+        )
+        order by m.id limit 10
+    )
     union all
     select
         'warning', q.name, 'long_writer',
@@ -12189,19 +12169,14 @@ begin
 end;
 $$;
 
-create function pgqueue._access_statements(
-    template text, role_identifier text, accesses text[], for_all boolean
-) returns text
-language sql stable as $$
-    select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
-    from pgqueue._access_privileges() a
-    where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
-$$;
-
-create function pgqueue._apply_access(role_name name, access text, for_all boolean) returns void
-language plpgsql volatile as $$
+create function pgqueue._apply_access(template text, role_name name, access text, for_all boolean)
+returns void language plpgsql volatile as $$
 begin
-    execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
+    execute (
+        select string_agg(format(template, a.privileges, a.object, role_name), '; ')
+        from pgqueue._access_privileges() a
+        where access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
+    );
 end;
 $$;
 
@@ -12217,7 +12192,7 @@ begin
     -- PostgreSQL raises an error if two transactions change the privileges of one function at once. No queue has the
     -- empty name, so its lock is free for this purpose.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
+    perform pgqueue._apply_access('grant %s on %s to %I', role_name, access collate "C", queue_name is null);
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
         if access_view is null then
@@ -12255,10 +12230,10 @@ begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    execute pgqueue._access_statements(
-        'revoke %s on %s from %s', quote_ident(role_name), array[access], access_view = 'pgqueue.access_any'::regclass);
+    perform pgqueue._apply_access(
+        'revoke %s on %s from %I', role_name, access, coalesce(access_view = 'pgqueue.access_any'::regclass, false));
     -- Privileges that other access of the role includes are granted again.
-    perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access('grant %s on %s to %I', _revoke_access.role_name, g.access, g.for_all)
     from (
         select distinct w.access, w.queue_name is null as for_all from pgqueue._granted_access() w
         where w.role_name = _revoke_access.role_name collate "C"
@@ -12440,7 +12415,7 @@ begin
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 
     -- An upgrade may have added functions, and its statement above has revoked those of the checks.
-    perform pgqueue._apply_access(g.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access('grant %s on %s to %I', g.role_name, g.access, g.for_all)
     from (
         select distinct w.role_name, w.access, w.queue_name is null as for_all
         from pgqueue._granted_access() w

@@ -81,20 +81,14 @@ declare
     d record;
 begin
     for d in
-        select c.name, pgqueue._privileges_of(c.accesses) as privileges, c.name = 'new_queue_of_admin' as creating
-        from (values
-            ('queue_of_producer', '{producer}'::text[]),
-            ('queue_of_consumer', '{consumer}'),
-            ('queue_of_admin', '{admin}'),
-            ('new_queue_of_admin', '{admin}'),
-            ('queue_of_transport', '{transport}'),
-            ('queue_of_consumer_or_admin', '{consumer,admin}'),
-            ('queue_of_producer_or_admin', '{producer,admin}'),
-            ('queue_of_admin_or_reader', '{admin,reader}'),
-            ('queue_of_consumer_admin_or_reader', '{consumer,admin,reader}'),
-            ('queue_of_producer_admin_or_raw', '{producer,admin,raw}'),
-            ('queue_of_any_access', '{producer,consumer,admin,raw,reader}')
-        ) as c (name, accesses)
+        select
+            y.typname as name, y.typname = 'new_queue_of_admin' as creating,
+            pgqueue._privileges_of(array(
+                select a from unnest('{producer,consumer,admin,raw,reader,transport}'::text[]) as a
+                where strpos(y.typname, a) > 0 or y.typname = 'queue_of_any_access' and a <> 'transport'
+            )) as privileges
+        from pg_catalog.pg_type y
+        where y.typnamespace = 'pgqueue'::regnamespace and y.typname ~ '^(new_)?queue_of_'
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
         -- The looks at the views of the queue and of the shortest patterns are written out: a call of a function costs

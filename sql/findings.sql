@@ -224,21 +224,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._held_groups(q pgqueue.queues, hidden_ids bigint[]) returns setof pgqueue.messages
-language sql stable as $$
-    select m.*
-    from unnest(hidden_ids) as hidden_id
-    cross join lateral (
-        select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1
-    ) m
-    where exists (
-        select from pgqueue.messages c
-        where pgqueue._is_in_queue(c, q.kind, q.name)
-            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
-    )
-    order by m.id limit 10
-$$;
-
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$
@@ -305,13 +290,22 @@ begin
     ) as f (is_found, severity, finding, detail, repair)
     where f.is_found
     union all
-    select
-        'warning', q.name, 'held_group',
-        format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
-            m.visible_at),
-        format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
-            at, q.name, m.id)
-    from pgqueue._held_groups(q, r.hidden_ids) m
+    (
+        select
+            'warning', q.name, 'held_group',
+            format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+                m.visible_at),
+            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+                at, q.name, m.id)
+        from unnest(r.hidden_ids) as hidden_id
+        cross join lateral (select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1) m
+        where exists (
+            select from pgqueue.messages c
+            where pgqueue._is_in_queue(c, q.kind, q.name) and c.id > m.id
+                and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+        )
+        order by m.id limit 10
+    )
     union all
     select
         'warning', q.name, 'long_writer',

@@ -469,7 +469,7 @@ begin
 end;
 $$;
 set local client_min_messages = warning;
-select cmp_ok(pg_temp.cling('access-kept'), '>=', 15::bigint, 'a role makes views of what belongs to a foreign queue');
+select cmp_ok(pg_temp.cling('access-kept'), '>=', 13::bigint, 'a role makes views of what belongs to a foreign queue');
 select lives_ok($$ select pgqueue.unexpose_transport('access-kept') $$, 'the views of a role do not keep the relation of a foreign queue');
 select lives_ok($$ select pgqueue.alter_queue('access-kept', archive_for => '0') $$, 'the views of a role do not keep a foreign queue from ending its archive');
 select lives_ok($$ select pgqueue.drop_queue('access-kept') $$, 'the views of a role do not keep a foreign queue from being dropped');
