@@ -4905,7 +4905,7 @@ begin
             select case
                 when case q.group_limit
                         when 1 then s.is_visible else pgqueue._has_group_candidate(q, at, s.position, first_id) end
-                    and not (q.on_dead = 'hold' and s.is_visible = s.is_ready
+                    and not (q.on_dead = 'hold' and false
                         and pgqueue._has_group_dead_letter(q.name, s.position))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
             offset 0

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(93);
+select plan(94);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -204,6 +204,9 @@ select pgqueue.extend('held2', c.id, c.token, '1 h') from claims c where c.paylo
 select pg_temp.at('2030-01-01 12:08:20') \g /dev/null
 select is(pg_temp.claim('held2'), null, 'with on_dead hold a group waits for a message without attempts, also if an earlier message is in flight');
 select is((select string_agg(d.payload #>> '{}', ' ') from pgqueue.dead_messages d where d.queue_name = 'held2'), 'a2', 'a claim makes a dead letter of a message without attempts, also if an earlier message of its group is in flight');
+select pgqueue.create_queue('held3', '1 s', 1, group_limit => 3, on_dead => 'hold'), pg_temp.send('held3', 'a1'), pg_temp.claim('held3'), pg_temp.send('held3', 'a2 a3') \g /dev/null
+select pg_temp.at('2030-01-01 12:08:22') \g /dev/null
+select is(pg_temp.claim('held3'), null, 'with on_dead hold a group waits for a message without attempts before the ready ones');
 
 -- Groups that give no message
 
@@ -245,7 +248,7 @@ select pgqueue.create_queue('streamed', group_limit => 1) \g /dev/null
 select pgqueue.enqueue_batch('streamed', '{1,2,3}', group_keys => '{a,a,b}') \g /dev/null
 select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null) c $$,
     array[2], 'a batch of a stream has one message of each group, as group_limit says');
-select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'held2', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
+select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'held2', 'held3', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
 
 -- A claim for which the time passes, here 30 ms with each look at the clock, and that begins behind the last group.
 select pgqueue.create_queue('delayed', group_limit => 1), pg_temp.send('delayed', 'a1 b1 c1'), pg_temp.claim('delayed', 1) \g /dev/null

@@ -80,8 +80,8 @@ select is(pgqueue.next_due_at('rated'), pgqueue._now() + interval '2 s', 'next_d
 select pgqueue.purge_queue('rated'), pg_temp.pass('1 h'), pg_temp.send('rated', 30), pg_temp.claim('rated'), pg_temp.pass('500 ms') \g /dev/null
 select pgqueue.alter_queue('rated', rate_limit => 0) \g /dev/null
 select is(pg_temp.claim('rated', 15), 15::bigint, 'alter_queue with rate_limit 0 ends the limit');
-select pgqueue.alter_queue('rated', rate_limit => 4) \g /dev/null
-select is(pg_temp.claim('rated'), 2::bigint, 'a new rate_limit applies to the time that is not used');
+select pgqueue.alter_queue('rated', rate_limit => 4, max_in_flight => 1000) \g /dev/null
+select is(pg_temp.claim('rated'), 2::bigint, 'a new rate_limit applies to the time that is not used, also with another kind');
 select pgqueue.alter_queue('unlimited', rate_limit => 7, rate_period => '1 ms'), pg_temp.send('unlimited', 10), pg_temp.claim('unlimited') \g /dev/null
 select is(pgqueue.next_due_at('unlimited'), pgqueue._now() + interval '143 us', 'the time until the next token is rounded up');
 select pg_temp.pass('143 us') \g /dev/null
