@@ -61,24 +61,6 @@ whose claims have ended. Such a message takes a place while another transaction 
 the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
 limit.';
 
-create or replace function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
-returns boolean language plpgsql volatile as $$
-begin
-    return q.group_limit > (
-            select count(*)
-            from (
-                select from pgqueue.messages m
-                where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0 and m.visible_at > at
-                limit q.group_limit
-            ) w
-        )
-        and exists (
-            select from pgqueue.messages m
-            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.visible_at <= at
-        );
-end;
-$$;
-
 create or replace function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int,
     out ids bigint[], out spent_ids bigint[]
@@ -237,8 +219,22 @@ begin
             -- The lock of a group that gives no message would keep others from it until the transaction ends.
             -- Of a group that waits for a dead letter, only spent messages at its start are removed.
             select case
-                when case q.group_limit
-                        when 1 then s.is_visible else pgqueue._has_group_candidate(q, at, s.position, first_id) end
+                when case when q.group_limit = 1 then s.is_visible else
+                        q.group_limit > (
+                            select count(*)
+                            from (
+                                select from pgqueue.messages c
+                                where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                                    and c.attempt_count > 0 and c.visible_at > at
+                                limit q.group_limit
+                            ) f
+                        )
+                        and (s.is_visible or (
+                            select true from pgqueue.messages c
+                            where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id) and c.visible_at <= at
+                            limit 1
+                        ) is not null)
+                    end
                     and not (q.on_dead = 'hold' and s.is_visible = s.is_ready
                         and pgqueue._has_group_dead_letter(q.name, s.position))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
