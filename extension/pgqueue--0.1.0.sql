@@ -10880,7 +10880,7 @@ begin
         'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
-    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    execute format('select setval(%L, greatest(count(*), 1), count(*) > 0) from %s', register, partition);
     -- A search for the first row reads all entries of an index page: fillfactor 30 keeps them few. Also, with hardly
     -- any statistics every index seems to find one row, and the planner takes the smaller index, or the one created
     -- last. For a search by id that must be the index on transport_id.
@@ -11085,7 +11085,6 @@ declare
     partition constant regclass := pgqueue._partition_of(q);
     table_name constant text := pgqueue._transport_table(q);
     top_seq bigint;
-    last_seq bigint;
     register regclass;
     address text;
     expires boolean;
@@ -11103,8 +11102,7 @@ begin
         return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
             format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
     end if;
-    execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_seq;
-    if top_seq > last_seq then
+    if top_seq > coalesce(pg_sequence_last_value(register), 0) then
         return next row('error', q.name, 'ids_above_sequence',
             format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_seq, register),
             format(
@@ -11231,29 +11229,23 @@ comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) i
 Raises 22023, and 2BP01 if another object depends on the relation.';
 
 create function pgqueue._findings_of_routing(q pgqueue.queues) returns setof pgqueue.finding
-language plpgsql stable as $$
-declare
-    address text;
-begin
-    if not exists (select from pgqueue.subscriptions s where s.queue_name = q.name) then
-        return;
-    end if;
-    select pgqueue._transport_address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
-    if not found then
-        if exists (
+language sql stable as $$
+    select
+        'info', q.name, 'subscriber_without_relation',
+        'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+        format('select pgqueue.expose_transport(%L);', q.name)
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and not exists (select from pgqueue.transports t where t.queue_name = q.name)
+        and exists (
             select from pg_description d
             where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
-        then
-            return next row('info', q.name, 'subscriber_without_relation',
-                'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
-                format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
-        end if;
-    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
-        return next row('warning', q.name, 'renamed_relation',
-            format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
-            format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
-    end if;
-end;
+    union all
+    select
+        'warning', q.name, 'renamed_relation',
+        format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', w.address),
+        format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', w.address, q.name)
+    from (select pgqueue._transport_address(t.relation) as address from pgqueue.transports t where t.queue_name = q.name) w
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> w.address)
 $$;
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL

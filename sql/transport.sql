@@ -178,7 +178,7 @@ begin
         'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
-    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    execute format('select setval(%L, greatest(count(*), 1), count(*) > 0) from %s', register, partition);
     -- A search for the first row reads all entries of an index page: fillfactor 30 keeps them few. Also, with hardly
     -- any statistics every index seems to find one row, and the planner takes the smaller index, or the one created
     -- last. For a search by id that must be the index on transport_id.
@@ -383,7 +383,6 @@ declare
     partition constant regclass := pgqueue._partition_of(q);
     table_name constant text := pgqueue._transport_table(q);
     top_seq bigint;
-    last_seq bigint;
     register regclass;
     address text;
     expires boolean;
@@ -401,8 +400,7 @@ begin
         return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
             format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
     end if;
-    execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_seq;
-    if top_seq > last_seq then
+    if top_seq > coalesce(pg_sequence_last_value(register), 0) then
         return next row('error', q.name, 'ids_above_sequence',
             format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_seq, register),
             format(
