@@ -11465,9 +11465,7 @@ create function pgqueue._on_queue_changed_idle(before pgqueue.queues, after pgqu
 language plpgsql volatile as $$
 begin
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    if after.name is not null and (before.name is null or after.dedicated and not before.dedicated)
-        and pgqueue._is_first_statement()
-    then
+    if (before.name is null or after.dedicated and not before.dedicated) and pgqueue._is_first_statement() then
         perform pgqueue._drop_idle_queues(10, after.dedicated);
     end if;
 end;

@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(170);
+select plan(172);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -327,6 +327,16 @@ select is(pg_temp.drops('2031-01-12 00:30:00+00'), array['0108 dropped', '0109 d
 select is(pg_temp.drops('2031-01-12 01:40:00+00'), array['0110 dropped'], 'maintain_archive drops a day once two readings an hour apart show that it has passed');
 
 select pgqueue.drop_queue('archive_clock') is not null as dropped \gset
+
+-- A claim empties one day at its commit: the first one that is not empty.
+select pgqueue.create_queue('archive_steps', archive_for => '1 day') is not null as created, pg_temp.acks_one('archive_steps') is not null as acked \gset
+select pg_temp.pass('1 day') is not null as passed, pg_temp.acks_one('archive_steps') is not null as acked_another, pg_temp.pass('5 days') is not null as passed_more \gset
+select pg_temp.confirm(pgqueue._now()) \g /dev/null
+select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 1::bigint, 'the commit of a claim empties one day that has expired');
+select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 0::bigint, 'the commit of a later claim empties the next day');
+select pgqueue.drop_queue('archive_steps') is not null as dropped \gset
 
 -- archive_for set by a plain update.
 select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue without an archive is created');
