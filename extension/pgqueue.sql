@@ -458,20 +458,11 @@ create table pgqueue.queues (
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
-'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes: the
+columns of type regclass, which sql/README.md explains.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
-comment on column pgqueue.queues.fresh_from_id is
-'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
-committed late. A hint.';
-comment on column pgqueue.queues.sweep_resume_id is 'Register: the id at which the next sweep continues. A hint.';
-comment on column pgqueue.queues.next_sweep_at is
-'Register: when the next sweep is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.first_due_at is
-'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.waiting_until is
-'Register: the time until which a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
 comment on sequence pgqueue.message_id is
@@ -698,10 +689,6 @@ alter table pgqueue.archive_clock replica identity full;
 create unique index archive_clock_has_one_row on pgqueue.archive_clock ((true));
 comment on table pgqueue.archive_clock is
 'One row: which readings of the clock the archive has compared. The table is empty before the first comparison.';
-comment on column pgqueue.archive_clock.checked_at is
-'What the clock showed at the last comparison, which takes place about once an hour.';
-comment on column pgqueue.archive_clock.confirmed_at is
-'A time that has passed: an earlier comparison read it, and the clock has since moved on by an hour.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -763,12 +750,6 @@ comment on column pgqueue.sweep_state.bound_id is
 comment on column pgqueue.sweep_state.settled_at is
 'No running transaction has written to the tables of messages since before this time. It is bound_at of the writers that
 were listed for settled_id.';
-comment on column pgqueue.sweep_state.first_id is
-'No message of the queue has a lower id, and none will: in messages, scheduled_messages and dead_messages.';
-comment on column pgqueue.sweep_state.first_due_at is
-'No row of the queue in scheduled_messages has an earlier due_at, and none will.';
-comment on column pgqueue.sweep_state.first_check_at is
-'No row of the queue in requeued_messages has an earlier check_at, and none will.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -902,10 +883,6 @@ create table pgqueue.schedules (
     constraint schedules_pkey primary key (name)
 );
 comment on table pgqueue.schedules is 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
-comment on column pgqueue.schedules.next_id is
-'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
-comment on column pgqueue.schedules.last_at is
-'The last tick whose message has left scheduled_messages when it was due.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -921,8 +898,6 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.head is
-'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
 comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
 'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
@@ -1123,8 +1098,6 @@ comment on function pgqueue._raise(text, text[]) is
 
 create function pgqueue._is_name(name text) returns boolean
 language sql immutable parallel safe as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
-comment on function pgqueue._is_name(text) is
-'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
 
 create function pgqueue._privileges_of(accesses text[]) returns text
 language sql immutable parallel safe as $$
@@ -1164,8 +1137,6 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue._may_use(name, text, text) is
-'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
 create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
@@ -1727,8 +1698,6 @@ begin
         and pg_relation_filenode(q.fresh_from_id) is not null;
 end;
 $$;
-comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
 create function pgqueue._dumping_processes() returns int[]
 language sql volatile as $$
@@ -2457,13 +2426,9 @@ set jit = off as $$
 declare
     q pgqueue.queues;
 begin
-    if not pgqueue._is_name(queue_name) then
-        perform pgqueue._raise_invalid('queue_name', queue_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-    if if_not_exists is null then
-        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
-    end if;
+    perform pgqueue._require(pgqueue._is_name(queue_name), 'queue_name', queue_name,
+        '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
     q := row(
         queue_name, visibility_timeout,
         -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.
@@ -6930,10 +6895,8 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
 begin
-    if state is null or state not in ('ready', 'inflight', 'scheduled') then
-        perform pgqueue._raise_invalid('state', state,
-            'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
-    end if;
+    perform pgqueue._require(state in ('ready', 'inflight', 'scheduled'), 'state', state,
+        'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
     perform pgqueue._check_page(max_messages, after_id);
     perform pgqueue._require_untruncated_messages();
     return query
@@ -7034,15 +6997,9 @@ the time when their last claim ended. For a dropped queue it shows the messages 
 PQ001, 40001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint) returns void
-language plpgsql stable as $$
-begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-    end if;
-    if after_id is null then
-        perform pgqueue._raise_invalid('after_id', null, 'the last id of the previous page, or 0');
-    end if;
-end;
+language sql stable as $$
+    select pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
+    select pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0')
 $$;
 -- Reports the depth of queues at a bounded cost: up to 10,000 messages are counted; more are estimated from samples at
 -- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
@@ -7070,16 +7027,6 @@ returns table (from_id bigint, below_id bigint, stands_for bigint) language sql 
         t.below_id - t.from_id
     from strata t
 $$;
-
-create function pgqueue._sample_weight(
-    n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
-) returns numeric
-language sql immutable as $$
-    select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
-$$;
-comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
-'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
-read completely, else up to last_id.';
 
 create function pgqueue._count_rows(q pgqueue.queues, at timestamptz, ids int8multirange, wanted int)
 returns table (
@@ -7155,7 +7102,10 @@ begin
             select * from pgqueue._sample_ranges(sampled_ids * int8multirange(int8range(fresh_from_id, null)))
         ) t
         cross join lateral (
-            select c.*, pgqueue._sample_weight(c.n, c.last_id, t.from_id, t.below_id, t.stands_for) as weight
+            select
+                c.*,
+                -- A sample of fewer than 16 messages was read completely, another one up to last_id.
+                t.stands_for::numeric / case when c.n < 16 then t.below_id - t.from_id else c.last_id - t.from_id + 1 end as weight
             from pgqueue._count_rows(q, at, int8multirange(int8range(t.from_id, t.below_id)), 16) c
         ) p;
         -- Samples of messages that lie in groups of ids with gaps between them can be several times too high, and a
@@ -7209,7 +7159,7 @@ begin
         cross join lateral (
             select
                 count(*) as n,
-                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+                t.stands_for::numeric / case when count(*) < 16 then t.below_id - t.from_id else max(w.id) - t.from_id + 1 end as weight
             from pgqueue._other_ids(queue_name, are_dead, t.from_id, t.below_id, 16) w
         ) p;
         exit when deep_samples >= 4 and messages > 4 * 10000;
@@ -7858,9 +7808,6 @@ language sql stable as $$
     -- A standby in use always holds a recent transaction.
     where s.xmin is not null and (not s.active or age(s.xmin) >= 50000)
 $$;
-comment on function pgqueue._horizon_holders() is
-'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
-long queries on standbys with hot_standby_feedback.';
 
 create function pgqueue._space_used() returns text
 language plpgsql volatile set lock_timeout = '100 ms' as $$
@@ -8044,9 +7991,8 @@ declare
     findings pgqueue.finding[];
 begin
     perform pgqueue._require_untruncated_messages();
-    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(peek_delay, '0', '3652.5 days'), 'peek_delay', peek_delay::text,
+        'an interval from 0 to 10 years (3652.5 days)');
 
     if has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
         return query select f.* from pgqueue._installation_findings() f;
@@ -9881,11 +9827,9 @@ as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name and a
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
 create function pgqueue._refuse_cron(cron text, problem text) returns void
-language plpgsql stable as $$
-begin
-    perform pgqueue._raise_invalid(
-        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
-end;
+language sql stable as $$
+    select pgqueue._raise_invalid(
+        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem))
 $$;
 
 create function pgqueue._parse_cron(
@@ -10054,10 +9998,8 @@ begin
     -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
     select z.name into canonical from pg_timezone_names z
     where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
-    if canonical is null then
-        perform pgqueue._raise_invalid(
-            'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
-    end if;
+    perform pgqueue._require(canonical is not null, 'time_zone', time_zone,
+        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
     return canonical;
 end;
 $$;
@@ -10220,9 +10162,7 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 declare
     s pgqueue.schedules;
 begin
-    if if_not_exists is null then
-        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
-    end if;
+    perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
     perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s := row(
         name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,
@@ -10509,13 +10449,11 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if new_due_at > pgqueue._add_interval(at, '3652.5 days') then
-        perform pgqueue._raise_invalid('due_at', due_at::text, 'a time up to 10 years (3652.5 days) ahead, or null for now');
-    end if;
-    if exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id) then
-        perform pgqueue._raise_invalid(
-            'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
-    end if;
+    perform pgqueue._require(new_due_at <= pgqueue._add_interval(at, '3652.5 days'), 'due_at', due_at::text,
+        'a time up to 10 years (3652.5 days) ahead, or null for now');
+    perform pgqueue._require(
+        not exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id),
+        'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     update pgqueue.scheduled_messages s
     set due_at = pgqueue._clamp_due_at(new_due_at)
@@ -12059,9 +11997,6 @@ language sql immutable as $$
     ) as m (allowed_to, verbs)
     cross join unnest(m.verbs) as v (verb)
 $$;
-comment on function pgqueue._access_matrix() is
-'The functions that each kind of access may call. grant_access, revoke_access and list_access are
-reserved for the owner.';
 
 create function pgqueue._access_privileges()
 returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
@@ -12109,8 +12044,6 @@ returns table (role_name name, access text, queue_name text, access_view regclas
     left join pgqueue.queues q on pgqueue._access_view(q.name) = 'pgqueue.' || c.relname
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and c.relname ~ '^access_' and a.grantee <> c.relowner
 $$;
-comment on function pgqueue._granted_access() is
-'The access that grant_access granted to each role; queue_name is null for all queues.';
 
 create function pgqueue._check_access(role_name name, access text, queue_name text) returns void
 language plpgsql stable as $$

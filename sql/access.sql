@@ -4,8 +4,6 @@
 
 create or replace function pgqueue._is_name(name text) returns boolean
 language sql immutable parallel safe as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
-comment on function pgqueue._is_name(text) is
-'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
 
 create or replace function pgqueue._privileges_of(accesses text[]) returns text
 language sql immutable parallel safe as $$
@@ -45,8 +43,6 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue._may_use(name, text, text) is
-'Whether a role has one of the privileges for a queue, by its name or by a pattern, or for all queues.';
 
 create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$

@@ -12,10 +12,8 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
 begin
-    if state is null or state not in ('ready', 'inflight', 'scheduled') then
-        perform pgqueue._raise_invalid('state', state,
-            'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
-    end if;
+    perform pgqueue._require(state in ('ready', 'inflight', 'scheduled'), 'state', state,
+        'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
     perform pgqueue._check_page(max_messages, after_id);
     perform pgqueue._require_untruncated_messages();
     return query
@@ -116,13 +114,7 @@ the time when their last claim ended. For a dropped queue it shows the messages 
 PQ001, 40001.';
 
 create or replace function pgqueue._check_page(max_messages int, after_id bigint) returns void
-language plpgsql stable as $$
-begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-    end if;
-    if after_id is null then
-        perform pgqueue._raise_invalid('after_id', null, 'the last id of the previous page, or 0');
-    end if;
-end;
+language sql stable as $$
+    select pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
+    select pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0')
 $$;

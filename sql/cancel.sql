@@ -77,13 +77,11 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if new_due_at > pgqueue._add_interval(at, '3652.5 days') then
-        perform pgqueue._raise_invalid('due_at', due_at::text, 'a time up to 10 years (3652.5 days) ahead, or null for now');
-    end if;
-    if exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id) then
-        perform pgqueue._raise_invalid(
-            'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
-    end if;
+    perform pgqueue._require(new_due_at <= pgqueue._add_interval(at, '3652.5 days'), 'due_at', due_at::text,
+        'a time up to 10 years (3652.5 days) ahead, or null for now');
+    perform pgqueue._require(
+        not exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id),
+        'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     update pgqueue.scheduled_messages s
     set due_at = pgqueue._clamp_due_at(new_due_at)

@@ -2,11 +2,9 @@
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
 create or replace function pgqueue._refuse_cron(cron text, problem text) returns void
-language plpgsql stable as $$
-begin
-    perform pgqueue._raise_invalid(
-        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
-end;
+language sql stable as $$
+    select pgqueue._raise_invalid(
+        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem))
 $$;
 
 create or replace function pgqueue._parse_cron(
@@ -175,10 +173,8 @@ begin
     -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
     select z.name into canonical from pg_timezone_names z
     where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
-    if canonical is null then
-        perform pgqueue._raise_invalid(
-            'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
-    end if;
+    perform pgqueue._require(canonical is not null, 'time_zone', time_zone,
+        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
     return canonical;
 end;
 $$;

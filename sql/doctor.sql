@@ -45,9 +45,6 @@ language sql stable as $$
     -- A standby in use always holds a recent transaction.
     where s.xmin is not null and (not s.active or age(s.xmin) >= 50000)
 $$;
-comment on function pgqueue._horizon_holders() is
-'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
-long queries on standbys with hot_standby_feedback.';
 
 create or replace function pgqueue._space_used() returns text
 language plpgsql volatile set lock_timeout = '100 ms' as $$
@@ -231,9 +228,8 @@ declare
     findings pgqueue.finding[];
 begin
     perform pgqueue._require_untruncated_messages();
-    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(pgqueue._is_interval_between(peek_delay, '0', '3652.5 days'), 'peek_delay', peek_delay::text,
+        'an interval from 0 to 10 years (3652.5 days)');
 
     if has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
         return query select f.* from pgqueue._installation_findings() f;

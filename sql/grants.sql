@@ -28,9 +28,6 @@ language sql immutable as $$
     ) as m (allowed_to, verbs)
     cross join unnest(m.verbs) as v (verb)
 $$;
-comment on function pgqueue._access_matrix() is
-'The functions that each kind of access may call. grant_access, revoke_access and list_access are
-reserved for the owner.';
 
 create or replace function pgqueue._access_privileges()
 returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
@@ -78,8 +75,6 @@ returns table (role_name name, access text, queue_name text, access_view regclas
     left join pgqueue.queues q on pgqueue._access_view(q.name) = 'pgqueue.' || c.relname
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and c.relname ~ '^access_' and a.grantee <> c.relowner
 $$;
-comment on function pgqueue._granted_access() is
-'The access that grant_access granted to each role; queue_name is null for all queues.';
 
 create or replace function pgqueue._check_access(role_name name, access text, queue_name text) returns void
 language plpgsql stable as $$

@@ -141,8 +141,6 @@ begin
         and pg_relation_filenode(q.fresh_from_id) is not null;
 end;
 $$;
-comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Locks the queue against drop_queue without waiting. False if it no longer exists or is being dropped.';
 
 create or replace function pgqueue._dumping_processes() returns int[]
 language sql volatile as $$

@@ -149,13 +149,9 @@ set jit = off as $$
 declare
     q pgqueue.queues;
 begin
-    if not pgqueue._is_name(queue_name) then
-        perform pgqueue._raise_invalid('queue_name', queue_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-    if if_not_exists is null then
-        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
-    end if;
+    perform pgqueue._require(pgqueue._is_name(queue_name), 'queue_name', queue_name,
+        '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
     q := row(
         queue_name, visibility_timeout,
         -- No limit is stored as the highest integer, as plain SQL that claims compares attempt_count with it.

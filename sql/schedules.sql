@@ -157,9 +157,7 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 declare
     s pgqueue.schedules;
 begin
-    if if_not_exists is null then
-        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
-    end if;
+    perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
     perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
     s := row(
         name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,

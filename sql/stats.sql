@@ -25,16 +25,6 @@ returns table (from_id bigint, below_id bigint, stands_for bigint) language sql 
     from strata t
 $$;
 
-create or replace function pgqueue._sample_weight(
-    n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
-) returns numeric
-language sql immutable as $$
-    select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
-$$;
-comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
-'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
-read completely, else up to last_id.';
-
 create or replace function pgqueue._count_rows(q pgqueue.queues, at timestamptz, ids int8multirange, wanted int)
 returns table (
     n bigint, first_id bigint, last_id bigint, ready bigint, inflight bigint, scheduled bigint, dead bigint,
@@ -109,7 +99,10 @@ begin
             select * from pgqueue._sample_ranges(sampled_ids * int8multirange(int8range(fresh_from_id, null)))
         ) t
         cross join lateral (
-            select c.*, pgqueue._sample_weight(c.n, c.last_id, t.from_id, t.below_id, t.stands_for) as weight
+            select
+                c.*,
+                -- A sample of fewer than 16 messages was read completely, another one up to last_id.
+                t.stands_for::numeric / case when c.n < 16 then t.below_id - t.from_id else c.last_id - t.from_id + 1 end as weight
             from pgqueue._count_rows(q, at, int8multirange(int8range(t.from_id, t.below_id)), 16) c
         ) p;
         -- Samples of messages that lie in groups of ids with gaps between them can be several times too high, and a
@@ -163,7 +156,7 @@ begin
         cross join lateral (
             select
                 count(*) as n,
-                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+                t.stands_for::numeric / case when count(*) < 16 then t.below_id - t.from_id else max(w.id) - t.from_id + 1 end as weight
             from pgqueue._other_ids(queue_name, are_dead, t.from_id, t.below_id, 16) w
         ) p;
         exit when deep_samples >= 4 and messages > 4 * 10000;

@@ -50,20 +50,11 @@ create table pgqueue.queues (
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
-'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes: the
+columns of type regclass, which sql/README.md explains.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
-comment on column pgqueue.queues.fresh_from_id is
-'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
-committed late. A hint.';
-comment on column pgqueue.queues.sweep_resume_id is 'Register: the id at which the next sweep continues. A hint.';
-comment on column pgqueue.queues.next_sweep_at is
-'Register: when the next sweep is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.first_due_at is
-'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.waiting_until is
-'Register: the time until which a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
 comment on sequence pgqueue.message_id is
@@ -290,10 +281,6 @@ alter table pgqueue.archive_clock replica identity full;
 create unique index archive_clock_has_one_row on pgqueue.archive_clock ((true));
 comment on table pgqueue.archive_clock is
 'One row: which readings of the clock the archive has compared. The table is empty before the first comparison.';
-comment on column pgqueue.archive_clock.checked_at is
-'What the clock showed at the last comparison, which takes place about once an hour.';
-comment on column pgqueue.archive_clock.confirmed_at is
-'A time that has passed: an earlier comparison read it, and the clock has since moved on by an hour.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -355,12 +342,6 @@ comment on column pgqueue.sweep_state.bound_id is
 comment on column pgqueue.sweep_state.settled_at is
 'No running transaction has written to the tables of messages since before this time. It is bound_at of the writers that
 were listed for settled_id.';
-comment on column pgqueue.sweep_state.first_id is
-'No message of the queue has a lower id, and none will: in messages, scheduled_messages and dead_messages.';
-comment on column pgqueue.sweep_state.first_due_at is
-'No row of the queue in scheduled_messages has an earlier due_at, and none will.';
-comment on column pgqueue.sweep_state.first_check_at is
-'No row of the queue in requeued_messages has an earlier check_at, and none will.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -494,10 +475,6 @@ create table pgqueue.schedules (
     constraint schedules_pkey primary key (name)
 );
 comment on table pgqueue.schedules is 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
-comment on column pgqueue.schedules.next_id is
-'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
-comment on column pgqueue.schedules.last_at is
-'The last tick whose message has left scheduled_messages when it was due.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -513,8 +490,6 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.head is
-'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
 comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
 'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
