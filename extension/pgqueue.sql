@@ -3955,25 +3955,18 @@ language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
 
-create function pgqueue._record_if_behind(q pgqueue.queues) returns void
-language sql volatile as $$
-    select pgqueue._record_if_old(q)
-    from pgqueue.sweep_state s
-    -- 1 if the last sweep has read few removed rows.
-    where s.queue_name = q.name and pg_sequence_last_value(q.sweep_resume_id) <> 1
-        and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000
-$$;
-
-create function pgqueue._record_if_old(q pgqueue.queues)
-returns void
+create function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
     if not current_setting('transaction_read_only')::boolean
-        and not exists (
+        and exists (
             select from pgqueue.sweep_state s
-            where s.queue_name = q.name and at - s.recorded_at between interval '0' and interval '1 s'
+            where s.queue_name = q.name and at - s.recorded_at not between interval '0' and interval '1 s'
+                -- sweep_resume_id is 1 if the last sweep has read few removed rows.
+                and (not if_behind or pg_sequence_last_value(q.sweep_resume_id) <> 1
+                    and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000)
         )
         and pgqueue._try_lock_existing_queue(q)
     then
@@ -3982,9 +3975,9 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old(pgqueue.queues) is
-'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
-standby, records nothing.';
+comment on function pgqueue._record_if_old(pgqueue.queues, boolean) is
+'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
+passed few ids since. A read-only transaction, as on a standby, records nothing.';
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
@@ -4452,9 +4445,7 @@ $$;
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void language plpgsql volatile as $$
 begin
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
-    end if;
+    perform pgqueue._record_if_old(q);
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
@@ -4491,7 +4482,7 @@ begin
             at - s.recorded_at
                 not between interval '0' and case
                     when next_id = 1 then interval '30 s'
-                    when fresh_from_id - s.bound_id >= 1000 then interval '100 ms'
+                    when fresh_from_id - s.bound_id between 1000 and 1000000000000 then interval '100 ms'
                     else interval '1 s'
                 end
             -- The writers of a long wait have ended: record at once.
@@ -6335,7 +6326,6 @@ set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bit
 set jit = off as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
-    queue_kind bigint;
     acked bigint[];
     candidates record;
 begin
@@ -6352,18 +6342,9 @@ begin
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
-            if acked is null then
-                queue_kind := (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C");
-                with gone as (
-                    delete from pgqueue.messages m
-                    using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
-                    where m.kind = queue_kind
-                        and pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
-                        and pgqueue._is_claimed_by(m, exchange.claim_token)
-                    returning m.id
-                )
-                select array_agg(g.id) into acked from gone g;
-            end if;
+            -- Of a plain queue, all claims were lost. In the partition of another kind _delete_claimed finds the messages.
+            acked := coalesce(
+                acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
@@ -6803,7 +6784,7 @@ begin
     if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
-    perform pgqueue._record_if_behind(q);
+    perform pgqueue._record_if_old(q, true);
     state := pgqueue._sweep_state_of(q.name, at);
     fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
     pages_before := pgqueue._pages_read(q);
@@ -7239,7 +7220,7 @@ declare
     pages_before bigint;
     s pgqueue.queue_stats;
 begin
-    perform pgqueue._record_if_behind(q);
+    perform pgqueue._record_if_old(q, true);
     pages_before := pgqueue._pages_read(q);
     s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
@@ -7341,7 +7322,7 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true);
     select
         least(
             (

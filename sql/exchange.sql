@@ -13,7 +13,6 @@ set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bit
 set jit = off as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
-    queue_kind bigint;
     acked bigint[];
     candidates record;
 begin
@@ -30,18 +29,9 @@ begin
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
-            if acked is null then
-                queue_kind := (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C");
-                with gone as (
-                    delete from pgqueue.messages m
-                    using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
-                    where m.kind = queue_kind
-                        and pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
-                        and pgqueue._is_claimed_by(m, exchange.claim_token)
-                    returning m.id
-                )
-                select array_agg(g.id) into acked from gone g;
-            end if;
+            -- Of a plain queue, all claims were lost. In the partition of another kind _delete_claimed finds the messages.
+            acked := coalesce(
+                acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;

@@ -74,7 +74,7 @@ begin
     if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
-    perform pgqueue._record_if_behind(q);
+    perform pgqueue._record_if_old(q, true);
     state := pgqueue._sweep_state_of(q.name, at);
     fresh_from_id := greatest(pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
     pages_before := pgqueue._pages_read(q);

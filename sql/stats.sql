@@ -236,7 +236,7 @@ declare
     pages_before bigint;
     s pgqueue.queue_stats;
 begin
-    perform pgqueue._record_if_behind(q);
+    perform pgqueue._record_if_old(q, true);
     pages_before := pgqueue._pages_read(q);
     s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(

@@ -233,9 +233,7 @@ $$;
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void language plpgsql volatile as $$
 begin
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
-    end if;
+    perform pgqueue._record_if_old(q);
     perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
@@ -272,7 +270,7 @@ begin
             at - s.recorded_at
                 not between interval '0' and case
                     when next_id = 1 then interval '30 s'
-                    when fresh_from_id - s.bound_id >= 1000 then interval '100 ms'
+                    when fresh_from_id - s.bound_id between 1000 and 1000000000000 then interval '100 ms'
                     else interval '1 s'
                 end
             -- The writers of a long wait have ended: record at once.

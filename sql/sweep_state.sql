@@ -398,25 +398,18 @@ language sql immutable parallel safe
 -- A row takes at most two pages: those of a message and of its row in requeued_messages.
 as $$ select pages > 50 + 2 * living $$;
 
-create or replace function pgqueue._record_if_behind(q pgqueue.queues) returns void
-language sql volatile as $$
-    select pgqueue._record_if_old(q)
-    from pgqueue.sweep_state s
-    -- 1 if the last sweep has read few removed rows.
-    where s.queue_name = q.name and pg_sequence_last_value(q.sweep_resume_id) <> 1
-        and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000
-$$;
-
-create or replace function pgqueue._record_if_old(q pgqueue.queues)
-returns void
+create or replace function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
     if not current_setting('transaction_read_only')::boolean
-        and not exists (
+        and exists (
             select from pgqueue.sweep_state s
-            where s.queue_name = q.name and at - s.recorded_at between interval '0' and interval '1 s'
+            where s.queue_name = q.name and at - s.recorded_at not between interval '0' and interval '1 s'
+                -- sweep_resume_id is 1 if the last sweep has read few removed rows.
+                and (not if_behind or pg_sequence_last_value(q.sweep_resume_id) <> 1
+                    and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000)
         )
         and pgqueue._try_lock_existing_queue(q)
     then
@@ -425,6 +418,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old(pgqueue.queues) is
-'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
-standby, records nothing.';
+comment on function pgqueue._record_if_old(pgqueue.queues, boolean) is
+'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
+passed few ids since. A read-only transaction, as on a standby, records nothing.';

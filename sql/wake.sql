@@ -21,7 +21,7 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_behind(q);
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true);
     select
         least(
             (
