@@ -3633,9 +3633,6 @@ language sql stable parallel safe as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestamptz) is
-'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
-in another hour than the present one.';
 
 create function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
@@ -3981,16 +3978,6 @@ passed few ids since. A read-only transaction, as on a standby, records nothing.
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
-create function pgqueue._has_uncommitted_delays() returns boolean
-language sql volatile as $$
-    select exists (
-        select from pg_catalog.pg_locks l
-        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
-            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
-            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-    )
-$$;
-
 create function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
@@ -4192,9 +4179,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
-'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
-expired. The next sweep that passes them removes them.';
 
 create function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
 returns int language plpgsql volatile as $$
@@ -4272,7 +4256,12 @@ begin
         and (announced_due < this_second or next_due >= this_second + 1000000)
     then
         perform setval(q.first_due_at, next_due);
-        is_unsettled := pgqueue._has_uncommitted_delays();
+        is_unsettled := exists (
+            select from pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+                and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_backend_pid()
+                and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        );
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
@@ -4288,10 +4277,6 @@ begin
     return moved_ids;
 end;
 $$;
-comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
-ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
-first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -5791,25 +5776,15 @@ declare
     until timestamptz;
 begin
     perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
-    if coalesce(q.max_in_flight, q.group_limit) is not null then
-        -- The clock is read after the row is locked. From then on claims count the message as in flight.
-        perform from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id for no key update;
-    end if;
-    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     if q.kind is null then
-        -- A queue with one of these limits is of another kind.
+        until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         where m.queue_name = q.name and m.id = extend.id
             and pgqueue._is_claimed_by(m, extend.claim_token);
-        return found;
+    else
+        perform from pgqueue._extend_held(q, array[id], claim_token, visibility_timeout);
     end if;
-    update pgqueue.messages m
-    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-    where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id
-        and pgqueue._is_claimed_by(m, extend.claim_token)
-        -- Another claim may have taken the place of one that has ended.
-        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > pgqueue._now());
     return found;
 end;
 $$;
@@ -5826,7 +5801,7 @@ declare
     until timestamptz;
 begin
     if coalesce(q.max_in_flight, q.group_limit) is not null then
-        -- As in extend.
+        -- The clock is read after the rows are locked. From then on claims count the messages as in flight.
         perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
@@ -5849,6 +5824,7 @@ begin
     from pgqueue._lookup_keys(q.name, ids) k
     where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
+        -- Another claim may have taken the place of one that has ended.
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
     returning m.id;
 end;
@@ -6026,9 +6002,6 @@ language sql immutable parallel safe as $$
         else coalesce(own, '{}') || added
     end
 $$;
-comment on function pgqueue._merged_headers(jsonb, jsonb) is
-'The headers of a message merged with those of a failure; its own unchanged if the result exceeds 64 KB or its own are
-not an object.';
 
 create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
@@ -6037,6 +6010,7 @@ language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
+    -- The caller has deleted the message from messages.
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
     perform pgqueue._count('failed', q.name, 1);
@@ -6066,11 +6040,6 @@ begin
     perform pgqueue._announce_due(q, due_at);
 end;
 $$;
-comment on function pgqueue._retry_or_dead_letter(
-    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
-) is
-'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
-messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
 create function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
@@ -6342,7 +6311,7 @@ begin
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
-            -- Of a plain queue, all claims were lost. In the partition of another kind _delete_claimed finds the messages.
+            -- All claims of a plain queue were lost, or the messages are in the partition of another kind.
             acked := coalesce(
                 acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
         else
@@ -11338,9 +11307,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_idle_queues(int, boolean, name) is
-'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
-drops no dedicated queue, and tries at most 100 queues.';
 
 create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user) returns setof text
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -11591,9 +11557,6 @@ language sql volatile as $$
         ),
         0)
 $$;
-comment on function pgqueue._pinned_transactions() is
-'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
-the horizon of this database.';
 
 create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
 language sql volatile as $$
@@ -11808,10 +11771,6 @@ exception when query_canceled or others then
     perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '60 s'));
 end;
 $$;
-comment on function pgqueue._compact_overgrown(timestamptz) is
-'Compacts the largest of the overgrown tables that can be compacted. It runs at the commit, so the lock of the table is
-held for the time of the compaction and the commit only. The next attempt is due in one second. If a table tried before
-was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, or after an error, in 60.';
 
 create function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
 language plpgsql volatile set lock_timeout = '500 ms' as $$

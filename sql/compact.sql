@@ -61,9 +61,6 @@ language sql volatile as $$
         ),
         0)
 $$;
-comment on function pgqueue._pinned_transactions() is
-'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
-the horizon of this database.';
 
 create or replace function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
 language sql volatile as $$
@@ -278,10 +275,6 @@ exception when query_canceled or others then
     perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '60 s'));
 end;
 $$;
-comment on function pgqueue._compact_overgrown(timestamptz) is
-'Compacts the largest of the overgrown tables that can be compacted. It runs at the commit, so the lock of the table is
-held for the time of the compaction and the commit only. The next attempt is due in one second. If a table tried before
-was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, or after an error, in 60.';
 
 create or replace function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
 language plpgsql volatile set lock_timeout = '500 ms' as $$

@@ -29,7 +29,7 @@ begin
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
-            -- Of a plain queue, all claims were lost. In the partition of another kind _delete_claimed finds the messages.
+            -- All claims of a plain queue were lost, or the messages are in the partition of another kind.
             acked := coalesce(
                 acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
         else

@@ -30,25 +30,15 @@ declare
     until timestamptz;
 begin
     perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
-    if coalesce(q.max_in_flight, q.group_limit) is not null then
-        -- The clock is read after the row is locked. From then on claims count the message as in flight.
-        perform from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id for no key update;
-    end if;
-    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     if q.kind is null then
-        -- A queue with one of these limits is of another kind.
+        until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         where m.queue_name = q.name and m.id = extend.id
             and pgqueue._is_claimed_by(m, extend.claim_token);
-        return found;
+    else
+        perform from pgqueue._extend_held(q, array[id], claim_token, visibility_timeout);
     end if;
-    update pgqueue.messages m
-    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-    where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id
-        and pgqueue._is_claimed_by(m, extend.claim_token)
-        -- Another claim may have taken the place of one that has ended.
-        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > pgqueue._now());
     return found;
 end;
 $$;
@@ -65,7 +55,7 @@ declare
     until timestamptz;
 begin
     if coalesce(q.max_in_flight, q.group_limit) is not null then
-        -- As in extend.
+        -- The clock is read after the rows are locked. From then on claims count the messages as in flight.
         perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
@@ -88,6 +78,7 @@ begin
     from pgqueue._lookup_keys(q.name, ids) k
     where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
+        -- Another claim may have taken the place of one that has ended.
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
     returning m.id;
 end;

@@ -82,9 +82,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_idle_queues(int, boolean, name) is
-'Drops up to max_queues idle queues of which the caller is an admin, and returns their names. If may_block is false, it
-drops no dedicated queue, and tries at most 100 queues.';
 
 create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user) returns setof text
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$

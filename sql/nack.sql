@@ -25,9 +25,6 @@ language sql immutable parallel safe as $$
         else coalesce(own, '{}') || added
     end
 $$;
-comment on function pgqueue._merged_headers(jsonb, jsonb) is
-'The headers of a message merged with those of a failure; its own unchanged if the result exceeds 64 KB or its own are
-not an object.';
 
 create or replace function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
@@ -36,6 +33,7 @@ language plpgsql volatile as $$
 declare
     due_at timestamptz;
 begin
+    -- The caller has deleted the message from messages.
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
     perform pgqueue._count('failed', q.name, 1);
@@ -65,11 +63,6 @@ begin
     perform pgqueue._announce_due(q, due_at);
 end;
 $$;
-comment on function pgqueue._retry_or_dead_letter(
-    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
-) is
-'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
-messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
 create or replace function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text

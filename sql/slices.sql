@@ -1,16 +1,6 @@
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
-create or replace function pgqueue._has_uncommitted_delays() returns boolean
-language sql volatile as $$
-    select exists (
-        select from pg_catalog.pg_locks l
-        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
-            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
-            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-    )
-$$;
-
 create or replace function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
@@ -212,9 +202,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
-'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
-expired. The next sweep that passes them removes them.';
 
 create or replace function pgqueue._remove_found_spent_messages(q pgqueue.queues, at timestamptz, wanted int)
 returns int language plpgsql volatile as $$

@@ -60,7 +60,12 @@ begin
         and (announced_due < this_second or next_due >= this_second + 1000000)
     then
         perform setval(q.first_due_at, next_due);
-        is_unsettled := pgqueue._has_uncommitted_delays();
+        is_unsettled := exists (
+            select from pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+                and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_backend_pid()
+                and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        );
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
@@ -76,10 +81,6 @@ begin
     return moved_ids;
 end;
 $$;
-comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
-ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
-first_due_at so that a message whose transaction commits later is found, too.';
 
 create or replace function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int

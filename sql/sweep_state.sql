@@ -76,9 +76,6 @@ language sql stable parallel safe as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestamptz) is
-'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
-in another hour than the present one.';
 
 create or replace function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
