@@ -97,9 +97,9 @@ $$;
 create or replace function pgqueue._is_day_empty(day date) returns boolean
 language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 
--- Does what maintain_archive does before it drops days, and a part of that at a commit. The caller holds the lock that
--- keeps other sessions from doing the same.
-create or replace function pgqueue._maintain_days(at timestamptz, is_commit boolean)
+-- Does what maintain_archive does before it drops days, and a part of that at a commit. No two sessions do it at the
+-- same time: maintain_archive has taken the lock, and a commit does not wait for it.
+create or replace function pgqueue._maintain_days(at timestamptz, is_commit boolean default true)
 returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare
     confirmed_at timestamptz;
@@ -107,6 +107,9 @@ declare
     places tid[];
     day date;
 begin
+    if is_commit then
+        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+    end if;
     return query select d, 'made' from pgqueue._create_missing_days(at) d;
     -- The confirmed time has passed even if this reading of the clock is wrong: it is an earlier reading, from which
     -- the clock has since moved on by an hour. If the clock has gone back, neither reading confirms the other.
@@ -159,17 +162,9 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._maintain_archive_at_commit(at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    lock table only pgqueue.archived_messages in share update exclusive mode nowait;
-    perform pgqueue._maintain_days(at, true);
-end;
-$$;
-
 -- Until the transaction commits, a truncated day blocks every reader of the whole archive.
 create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
-language sql volatile as $$ select pgqueue._request_at_commit('_maintain_archive_at_commit', at) $$;
+language sql volatile as $$ select pgqueue._request_at_commit('_maintain_days', at) $$;
 
 -- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create or replace function pgqueue._drop_days(days date[]) returns setof date

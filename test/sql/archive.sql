@@ -293,7 +293,7 @@ select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'a message
 drop event trigger pgqueue_test_forbid;
 select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
-select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages at its commit an hour after maintenance failed');
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
 
@@ -317,7 +317,7 @@ select is(pg_temp.drops('2031-01-10 12:10:00+00'), '{}'::text[], 'maintain_archi
 select is(pg_temp.drops('2031-01-10 13:10:00+00'), '{}'::text[], 'maintain_archive drops no day that is still needed after the clock has moved on');
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), 1::bigint, 'a clock that was ahead removes no archived message');
 select set_config('test.now', '2031-01-08 12:00:00+00', true) is not null as set, pg_temp.acks_one('archive_clock') as acked \gset
-select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select max(a.finished_at) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), '2031-01-10 12:10:00+00', 'a message acknowledged by a clock that is behind gets the confirmed time as finished_at');
 select pgqueue.enqueue('archive_clock', '1') is not null as sent, pg_temp.pass('1 s') is not null as passed \gset
 select count(*) as received from pgqueue.receive('archive_clock') \gset
@@ -332,9 +332,9 @@ select pgqueue.drop_queue('archive_clock') is not null as dropped \gset
 select pgqueue.create_queue('archive_steps', archive_for => '1 day') is not null as created, pg_temp.acks_one('archive_steps') is not null as acked \gset
 select pg_temp.pass('1 day') is not null as passed, pg_temp.acks_one('archive_steps') is not null as acked_another, pg_temp.pass('5 days') is not null as passed_more \gset
 select pg_temp.confirm(pgqueue._now()) \g /dev/null
-select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 1::bigint, 'the commit of a claim empties one day that has expired');
-select pgqueue._maintain_archive_at_commit(pgqueue._now()) \g /dev/null
+select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 0::bigint, 'the commit of a later claim empties the next day');
 select pgqueue.drop_queue('archive_steps') is not null as dropped \gset
 
