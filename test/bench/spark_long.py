@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -105,7 +105,10 @@ def spent(database: "Database") -> tuple[float, float]:
     ((backend,),) = database.connection.execute("select pg_backend_pid()").fetchall()
     server = psutil.Process(backend).parent()
     assert server is not None
-    jvms = [process for process in psutil.Process().children(recursive=True) if process.name() == "java"]
+    jvms = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # A Python worker can end between the two looks.
+            jvms += [process] if process.name() == "java" else []
     found = []
     for roots in ([server], jvms):
         seconds = 0.0
