@@ -36,6 +36,7 @@ select pgqueue.create_queue('compact_grouped', group_limit => 1), pgqueue.create
 select pgqueue.enqueue(format('compact_%s', k), '1') from unnest('{grouped,prioritized,limited,both}'::text[]) k \g /dev/null
 insert into pgqueue.dedup_keys select n, q.queue_id, 'key', 7, :sent, now() from pgqueue.queues q, generate_series(0, 8) n where q.name = 'compact';
 select pgqueue.stream_open('compact', 's') is not null as opened \gset
+select pgqueue.create_schedule('compact', 'compact', '@hourly') is not null as scheduled \gset
 select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
 insert into pgqueue.staged_messages (token, row_number, payloads, dedup_keys) values (:'token', 1, array['1', '"two"']::jsonb[], array[null, 'key']);
 select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'compact', 1) as committed \gset

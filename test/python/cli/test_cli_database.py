@@ -342,7 +342,9 @@ def path_of(*directories: Path | str) -> str:
     return os.pathsep.join(map(str, directories))
 
 
-def test_psql_runs_on_the_database_of_the_other_commands(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+def test_psql_runs_on_the_database_of_the_other_commands(
+    database: str, orders: pgqueue.Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orders.enqueue(1)
     query = f"select ready_messages from pgqueue.stats('{orders.name}')"
     path = path_of(_packaged_bindir(), "/usr/bin", "/bin")
@@ -352,6 +354,10 @@ def test_psql_runs_on_the_database_of_the_other_commands(database: str, orders: 
     assert (failed.status, failed.out, failed.err) == (1, "", "ERROR:  division by zero\n")
     # Without one on the path, it is that of the embedded server.
     assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, PATH=str(tmp_path)) == (0, "1\n", "")
+    monkeypatch.setattr("pgqueue.cli.database._packaged_bindir", lambda: tmp_path)
+    missing = in_process(database, "psql", PATH=str(tmp_path))
+    assert missing.status == 1
+    assert missing.err.startswith("pgqueue: psql is not installed: it is not on the path\nhint: Install PostgreSQL's")
 
 
 def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) -> None:

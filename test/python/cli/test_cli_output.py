@@ -144,6 +144,18 @@ def test_tables_fit_a_terminal_and_figures_stay_whole(
     assert " rejected " in seen
 
 
+def test_a_narrow_terminal_cuts_no_column(
+    database: str, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders.enqueue_batch([1, 2])
+    whole = in_process(database, "stats", orders.name).out
+    monkeypatch.setattr(pgqueue.cli.session, "_UNLIMITED_WIDTH", 30)
+    narrow = in_process(database, "stats", orders.name).out
+    assert [line.split()[:4] for line in narrow.splitlines()[::2]] == [
+        line.split()[:4] for line in whole.splitlines()[::2]
+    ]
+
+
 def test_colours_follow_the_terminal_and_its_variables(database: str) -> None:
     given: dict[str, Any] = {"PGQUEUE_DSN": database}
     for variables, is_coloured in ((given, True), (given | {"NO_COLOR": "1"}, False)):
@@ -186,6 +198,13 @@ def test_a_command_without_an_output_changes_nothing(database: str, orders: pgqu
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "pgqueue: standard output is closed"
     assert orders.peek() == 1
+
+
+def test_closed_streams_that_a_command_does_not_need_are_no_error(database: str, orders: pgqueue.Queue) -> None:
+    send = f"'{sys.executable}' -m pgqueue send {orders.name}"
+    done = shell(f"{send} 1 2>&- <&- && {send} --file - <&-", PGQUEUE_DSN=database)
+    assert payloads(orders) == [1]
+    assert (done.returncode, "standard input is closed" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("option", "unbuffered"), [("", "1"), ("--json", "1"), ("--json", "")])

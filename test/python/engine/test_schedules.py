@@ -129,14 +129,3 @@ def test_each_tick_is_one_message_for_many_consumers(
     (planned,) = orders.browse("scheduled")
     assert planned.headers is not None
     assert planned.headers["pgqueue.schedule"] == orders.name
-
-
-def test_a_compaction_keeps_the_next_tick(connection: psycopg.Connection[Any], orders: pgqueue.Queue) -> None:
-    orders.create_schedule(orders.name, "@hourly")
-    done = connection.execute(
-        "select c.outcome from pgqueue._compact_table('pgqueue.scheduled_messages', 'pgqueue.scheduled_messages') c"
-    ).fetchone()
-    assert done == ("compacted",)
-    make_due(connection, orders.name)
-    wait_for(lambda: orders.claim())
-    assert len(orders.browse("scheduled")) == 1

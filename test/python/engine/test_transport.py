@@ -4,7 +4,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -26,20 +26,6 @@ def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
         address = queue.expose_transport()
     yield address
     drop(connection, name)
-
-
-@pytest.fixture
-def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
-    """A function that opens more connections, which are closed at the end."""
-    made = []
-
-    def connect(**settings: Any) -> psycopg.Connection[Any]:
-        made.append(psycopg.connect(database, **settings))
-        return made[-1]
-
-    yield connect
-    for each in made:
-        each.close()
 
 
 BACKLOG = "insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, {number})"
@@ -79,71 +65,6 @@ def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
         ("rejected", b"no json"),
         ("rejected", b"[]"),
     }
-
-
-def test_a_long_receive_does_not_block_other_sessions(
-    connection: psycopg.Connection[Any], relation: str, name: str, database: str, others: Callable[..., Any]
-) -> None:
-    send_numbered(database, relation, 0, 2)
-    assert Transport(connection, relation).peek() == 2
-    holder = others()
-    held = Transport(holder, relation).receive()
-    assert held is not None
-    connection.execute("set lock_timeout = '60 s'")  # the holder's transaction stays open
-    transport = Transport(connection, relation)
-    queue = pgqueue.Queue(connection, name)
-    assert transport.peek() == 1
-    assert queue.peek() == 1
-    assert advance(transport, name) == 1
-    transport.send("{}", b"sent meanwhile")
-    queue.enqueue("sent meanwhile")
-    assert queue.stats().ready_messages in (3, 4)
-    assert len(queue.claim(10)) == 3
-    assert transport.receive() is None
-    with pytest.raises(pgqueue.QueueBusy):
-        queue.drop_queue()
-    holder.rollback()
-    assert transport.receive() == held
-
-
-def test_the_head_of_a_relation_never_passes_a_message(
-    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
-) -> None:
-    # A message that is committed late has a lower position than messages that others have received meanwhile.
-    late, transport = others(), Transport(connection, relation)
-    Transport(late, relation).send("{}", b"late")
-    taken = others()
-    for n in range(50):
-        transport.send("{}", b"%d" % n)
-        if n == 20:
-            held = Transport(taken, relation).receive()
-        transport.receive()
-        advance(transport, name)
-    late.commit()
-    taken.rollback()
-    bodies = []
-    while (received := transport.receive()) is not None:
-        bodies.append(received.body)
-        advance(transport, name)
-    assert held is not None
-    assert bodies[0] == b"late"
-    assert held.body in bodies
-    passed = "select head > 40 from pgqueue.transports where queue_name = %s"
-    wait_for(lambda: advance(transport, name) == 0 and value(connection, passed, name))
-
-
-def test_peek_sees_all_messages_while_another_session_advances_the_head(
-    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any], database: str
-) -> None:
-    send_numbered(database, relation, 0, 2)
-    transport, first = Transport(connection, relation), others()
-    connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
-    assert first.execute("select pgqueue.advance_transport(%s)", (name,)).fetchone() == (1,)
-    # The other session has advanced the head, and has not committed.
-    assert transport.peek() == 2
-    received = transport.receive()
-    assert received is not None
-    assert json.loads(received.headers)["n"] == "0"
 
 
 def test_receiving_alone_advances_the_head(
@@ -231,10 +152,10 @@ def test_serializable_transactions_lose_no_message(database: str, relation: str)
 
 
 def test_a_receive_reads_few_buffers_after_many_receives(
-    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
+    database: str, connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     connection.execute(BACKLOG.format(relation=relation, number=1600).encode())
-    with others() as pin:  # prevents vacuum of received messages
+    with psycopg.connect(database) as pin:  # prevents vacuum of received messages
         pin.execute("select pg_current_xact_id()")
         transport = Transport(connection, relation)
         cost = []
