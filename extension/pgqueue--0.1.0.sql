@@ -7206,13 +7206,17 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
-create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
+create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz, is_only boolean)
+returns pgqueue.queue_stats
 language plpgsql volatile as $$
 declare
     pages_before bigint;
     s pgqueue.queue_stats;
 begin
-    perform pgqueue._record_if_old(q, true);
+    if is_only then
+        -- It reads registers, whose locks the transaction keeps.
+        perform pgqueue._record_if_old(q, true);
+    end if;
     pages_before := pgqueue._pages_read(q);
     s := pgqueue._stats(q, at);
     if pgqueue._are_many_pages(
@@ -7253,7 +7257,7 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at));
+        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at, true));
         return;
     end if;
     perform pgqueue._require_untruncated_messages();
@@ -7261,7 +7265,7 @@ begin
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
             or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        s := pgqueue._stats_and_record(q, at);
+        s := pgqueue._stats_and_record(q, at, false);
         begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
