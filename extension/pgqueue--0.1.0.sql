@@ -11606,16 +11606,14 @@ language sql volatile as $$
     select case current_setting('pgqueue.compaction', true)
         when 'on' then true
         when 'off' then false
-        -- Not pg_extension: a lock there would look like that of a dump.
+        -- Only the dump of an extension detects that it is incomplete. Not pg_extension: a lock there would look like
+        -- that of a dump.
         else exists (
             select from pg_catalog.pg_depend d
             where d.classid = 'pg_class'::regclass and d.objid = 'pgqueue.messages'::regclass and d.deptype = 'e'
         )
     end
 $$;
-comment on function pgqueue._is_compaction_on() is
-'Whether compactions are requested. The setting pgqueue.compaction (on or off) decides. If it is not set, they are
-requested only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
 create function pgqueue._compaction_obstacle(relation regclass) returns text
 language sql volatile as $$
@@ -11625,6 +11623,7 @@ language sql volatile as $$
             join pg_catalog.pg_publication b on b.pubname = p.pubname
             where p.schemaname = 'pgqueue'
                 and (
+                    -- A subscriber would get the rows twice.
                     p.tablename = c.relname and not b.pubtruncate
                     -- A publication that publishes through the parent does not publish the truncation of a partition.
                     or c.relispartition and p.tablename = (
@@ -11646,10 +11645,6 @@ language sql volatile as $$
     from pg_catalog.pg_class c
     where c.oid = relation
 $$;
-comment on function pgqueue._compaction_obstacle(regclass) is
-'Why a table must not be truncated and filled again: published (a publication contains the inserts but not the
-truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
-again), referenced (by a foreign key); null if nothing is in the way.';
 
 create function pgqueue._column_list(relation regclass, pattern text, separator text) returns text
 language sql stable as $$
@@ -11687,10 +11682,6 @@ begin
     return coalesce(cardinality(places), 0);
 end;
 $$;
-comment on function pgqueue._rewrite_table(regclass, anyarray) is
-'Truncates a table that the caller has locked exclusively, inserts its living rows again, unchanged, and returns their
-number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is a null of the array
-type of the rows.';
 
 create function pgqueue._compact_table(relation regclass, row_type regtype) returns pgqueue.compaction
 language plpgsql volatile as $$
@@ -11738,10 +11729,6 @@ begin
     return done;
 end;
 $$;
-comment on function pgqueue._compact_table(regclass, regtype) is
-'Compacts a table if it holds few living rows, and returns the outcome: compacted, or why nothing was changed: busy
-(another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
-for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
 create function pgqueue._on_maintenance_due_compact(at timestamptz) returns void
 language plpgsql volatile set lock_timeout = '20 ms' as $$
