@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import statistics
 import tempfile
 import time
@@ -64,6 +65,12 @@ def growing(longest: float) -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.2 * pause, longest)
+
+
+def free_port() -> int:
+    """A port of this host that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def connect(dsn: str) -> psycopg.Connection[Any]:

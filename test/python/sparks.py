@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import free_port, wait_for
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -94,8 +93,7 @@ def s3(spark: Any) -> Iterator[str]:
     if not any(S3A.glob("hadoop-aws-*.jar")):
         lacking = f"{S3A} has no hadoop-aws: make test-tools"
         pytest.fail(lacking) if os.environ.get("CI") else pytest.skip(lacking)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = {
         "endpoint": url,

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import httpx
 import psycopg
 import pytest
 import yaml  # type: ignore[import-untyped]
-from clients import wait_for
+from clients import free_port, wait_for
 from commands import COMMAND, NewDatabase, environment, in_process
 
 import pgqueue
@@ -85,12 +84,6 @@ def test_the_services_use_options_that_exist() -> None:
         known = in_process("", command, "--help").out
         for option in (word for word in words if word.startswith("--")):
             assert re.search(rf"{option}\b", known), (command, option)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def answers(url: str) -> bool:

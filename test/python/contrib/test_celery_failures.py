@@ -1,6 +1,5 @@
 """Workers of Celery that end, lose the server, or hold many tasks; and other pools."""
 
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import httpx
 import psycopg
 import pytest
 from celeries import shop, worker
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, free_port, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
@@ -166,9 +165,7 @@ def test_results_can_be_stored_in_the_database_of_the_broker(
 
 def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("flower")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--address=127.0.0.1", f"--port={port}"]
     with worker(database, tmp_path, "-c", "1", "-E", task_default_queue=name) as running:
         command = [sys.executable, "-m", "celery", "-A", "celery_tasks", "flower", *options]

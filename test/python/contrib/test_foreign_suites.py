@@ -1,7 +1,6 @@
 """The tests of kombu, Celery and django-tasks-db; test_django_6.py has those of Django."""
 
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import django
 import pytest
 from celeries import broker_url
-from clients import wait_for
+from clients import free_port, wait_for
 from suites import SUITES, dsn, run, unpacked
 
 __all__ = ["dsn", "unpacked"]
@@ -48,9 +47,7 @@ def invalid_connection():
 def redis(tmp_path: Path) -> Iterator[int]:
     """The port of a server of Redis, in which Celery's tests look for results."""
     root = SUITES / "root"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     libraries = {str(path.parent) for path in root.rglob("*.so*")}
     with (tmp_path / "redis.log").open("wb") as log:
         server = subprocess.Popen(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import free_port, wait_for
 from sparks import PATIENCE, SETTINGS, kill
 
 import pgqueue
@@ -43,13 +43,6 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 # Seconds for a program that starts several processes of Spark and Python one after the other: a limit for hangs, which
 # no load reaches.
 LONG = 4 * PATIENCE
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def conf(**settings: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from clients import free_port
 from psycopg.conninfo import conninfo_to_dict
 
 from pgqueue.embedded import EmbeddedServer
@@ -302,16 +302,13 @@ def test_connections_have_an_application_name_and_keepalives(database: str, give
 
 
 def test_the_server_detects_a_lost_client_unless_it_has_settings_of_its_own(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
     def keepalives(dsn: str) -> list[str]:
         with connect(dsn) as connection:
             connection.rollback()  # as after an error
             names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
             return [connection.execute(f"show {name}".encode()).fetchone()[0] for name in names]  # type: ignore[index]
 
-    with EmbeddedServer(data_dir=tmp_path / "data", durable=False, port=port) as server:
+    with EmbeddedServer(data_dir=tmp_path / "data", durable=False, port=free_port()) as server:
         assert keepalives(server.tcp_dsn) == ["20", "10", "3"]
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("alter database postgres set tcp_keepalives_interval = 7")

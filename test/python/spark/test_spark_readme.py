@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import commands
 import psycopg
 import pytest
 import sparks
+from clients import free_port
 
 import pgqueue
 from pgqueue import Queue
@@ -146,9 +146,7 @@ def test_the_quick_start_runs_as_one_script(
         request.getfixturevalue("jre")
     text = (Path(pgqueue.__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = script.replace("127.0.0.1:8080", f"127.0.0.1:{port}").replace(
         "pgqueue serve", f"pgqueue serve --port {port}"
     )
