@@ -164,7 +164,14 @@ $$;
 
 -- Until the transaction commits, a truncated day blocks every reader of the whole archive.
 create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
-language sql volatile as $$ select pgqueue._request_at_commit('_maintain_days', at) $$;
+language plpgsql volatile as $$
+begin
+    perform pgqueue._request_at_commit('_maintain_days', at);
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
+end;
+$$;
 
 -- Returns the days that it has dropped: none if a longer transaction uses the archive.
 create or replace function pgqueue._drop_days(days date[]) returns setof date
@@ -204,11 +211,11 @@ declare
 begin
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode;
+        changes := array(select c from pgqueue._maintain_days(at, false) c);
     exception when lock_not_available then
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
-    changes := array(select c from pgqueue._maintain_days(at, false) c);
     dropped := array(select d from pgqueue._drop_days(array(select c.day from unnest(changes) c where c.change = 'emptied')) d);
     return query select c.day, case when c.day = any (dropped) then 'dropped' else c.change end from unnest(changes) c;
 end;

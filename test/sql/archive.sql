@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(172);
+select plan(174);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -291,6 +291,15 @@ select throws_ok($$ select pgqueue.maintain_archive() $$, 'P0001', null, 'mainta
 select lives_ok($$ select pgqueue.enqueue('archive_hindered', '1'), pgqueue.receive('archive_hindered') $$, 'enqueue and receive succeed while maintenance of the archive fails');
 select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'a message received while no day table can be created is kept unfiled');
 drop event trigger pgqueue_test_forbid;
+create function pg_temp.no_lock() returns event_trigger language plpgsql as $$ begin raise 'no lock' using errcode = '55P03'; end $$;
+create event trigger pgqueue_test_no_lock on ddl_command_start execute function pg_temp.no_lock();
+select is(pg_temp.maintain(), array['0801 busy'], 'maintain_archive reports today as busy when it gets no lock while it makes days');
+drop event trigger pgqueue_test_no_lock;
+create function pg_temp.no_space() returns trigger language plpgsql as $$ begin raise 'no space' using errcode = '53100'; end $$;
+create trigger no_space before insert on pgqueue.compactions execute function pg_temp.no_space();
+select setval('pgqueue.next_housekeeping_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'archive_hindered' \g /dev/null
+select lives_ok($$ select pgqueue.claim('archive_hindered') $$, 'a claim succeeds while a full disk hinders the request of housekeeping');
+drop trigger no_space on pgqueue.compactions;
 select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
 select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
