@@ -10,7 +10,8 @@ language plpgsql volatile as $$
 begin
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
     if after.rate_limit is not null and before.rate_limit is null then
-        perform pgqueue._create_register(after.queue_id, 'rate_used_until');
+        -- It gets a value here, as a read-only transaction reads it, too, and could not set one.
+        perform pgqueue._register_value(pgqueue._create_register(after.queue_id, 'rate_used_until'));
     end if;
     if before.name is not null and after.name is not null and (before.max_in_flight, before.rate_limit, before.rate_period)
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(80);
+select plan(82);
 
 -- Claims return the number of messages. They are kept for the calls that settle them.
 create temporary table claims (queue text, id bigint, token uuid);
@@ -36,6 +36,21 @@ select is((pgqueue.alter_queue('rated', rate_period => '1 s')).rate_period, inte
 
 -- The bucket
 
+create function pg_temp.peek_read_only(queue text) returns int language plpgsql as $$
+declare
+    n int;
+begin
+    perform set_config('transaction_read_only', 'on', true);
+    n := pgqueue.peek(queue, 100);
+    raise division_by_zero;
+exception when division_by_zero or read_only_sql_transaction then
+    return n;
+end;
+$$;
+select is(pg_temp.peek_read_only('rated'), 0, 'peek reads a queue that was created with a rate_limit in a read-only transaction');
+select pgqueue.create_queue('rated_later'), pgqueue.alter_queue('rated_later', rate_limit => 10) \g /dev/null
+select is(pg_temp.peek_read_only('rated_later'), 0, 'peek reads a queue that got a rate_limit in a read-only transaction');
+select pgqueue.drop_queue('rated_later') \g /dev/null
 select pg_temp.send('rated', 100) \g /dev/null
 select is(pgqueue.peek('rated', 100), 10, 'peek counts no more messages than there are tokens');
 select is(pg_temp.claim('rated', 4), 4::bigint, 'a claim takes as many messages as it wants while there are tokens');
