@@ -9778,8 +9778,13 @@ sent to none. topic is 1 to 255 characters: words joined by dots. A queue in whi
 Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name and after.name is null $$;
+language plpgsql volatile as $$
+begin
+    if after.name is null then
+        delete from pgqueue.subscriptions s where s.queue_name = before.name;
+    end if;
+end;
+$$;
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
@@ -10261,11 +10266,14 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 Raises PQ001, PQ003, PQ011.';
 
 create function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with gone as (
-        delete from pgqueue.schedules s where s.queue_name = before.name and after.name is null returning s.next_id
-    )
-    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+begin
+    -- Only here: the transaction would count as one that has written delayed messages, also if it deletes nothing.
+    if after.name is null then
+        with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
+        delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
+    end if;
+end;
 $$;
 comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
 'The messages of the next ticks of a queue that is dropped would become dead letters.';
@@ -10919,17 +10927,18 @@ begin
     if after.name is null then
         perform pgqueue._unexpose(before);
     elsif before.name is not null then
+        if not after.dedicated then
+            return;
+        end if;
         if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
             perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
                 format('null: queue %L has the relation of a transport', after.name));
         end if;
-        if after.dedicated and after.archive_for is null and before.archive_for is not null then
+        if after.archive_for is null and before.archive_for is not null then
             -- An older snapshot may not show that the queue is exposed.
             perform pgqueue._require_current_snapshot(format('queue %L', after.name));
         end if;
-        if after.dedicated then
-            perform pgqueue._sync_archive_trigger(after);
-        end if;
+        perform pgqueue._sync_archive_trigger(after);
     elsif to_regclass(pgqueue._transport_table(after)) is null then
         return;
     elsif not after.dedicated or after.priorities or coalesce(after.group_limit, after.max_in_flight) is not null then
@@ -11500,7 +11509,14 @@ language sql volatile as $$
 $$;
 
 create function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.results r where r.queue_name = before.name and after.name is null $$;
+language plpgsql volatile as $$
+begin
+    -- Only here: the delete locks the table also if it finds nothing.
+    if after.name is null then
+        delete from pgqueue.results r where r.queue_name = before.name;
+    end if;
+end;
+$$;
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.

@@ -159,4 +159,11 @@ language sql volatile as $$
 $$;
 
 create or replace function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile as $$ delete from pgqueue.results r where r.queue_name = before.name and after.name is null $$;
+language plpgsql volatile as $$
+begin
+    -- Only here: the delete locks the table also if it finds nothing.
+    if after.name is null then
+        delete from pgqueue.results r where r.queue_name = before.name;
+    end if;
+end;
+$$;

@@ -299,11 +299,14 @@ comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 Raises PQ001, PQ003, PQ011.';
 
 create or replace function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with gone as (
-        delete from pgqueue.schedules s where s.queue_name = before.name and after.name is null returning s.next_id
-    )
-    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+begin
+    -- Only here: the transaction would count as one that has written delayed messages, also if it deletes nothing.
+    if after.name is null then
+        with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
+        delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
+    end if;
+end;
 $$;
 comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
 'The messages of the next ticks of a queue that is dropped would become dead letters.';

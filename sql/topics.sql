@@ -215,5 +215,10 @@ sent to none. topic is 1 to 255 characters: words joined by dots. A queue in whi
 Raises 22023, PQ003.';
 
 create or replace function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
-language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name and after.name is null $$;
+language plpgsql volatile as $$
+begin
+    if after.name is null then
+        delete from pgqueue.subscriptions s where s.queue_name = before.name;
+    end if;
+end;
+$$;

@@ -345,17 +345,18 @@ begin
     if after.name is null then
         perform pgqueue._unexpose(before);
     elsif before.name is not null then
+        if not after.dedicated then
+            return;
+        end if;
         if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
             perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
                 format('null: queue %L has the relation of a transport', after.name));
         end if;
-        if after.dedicated and after.archive_for is null and before.archive_for is not null then
+        if after.archive_for is null and before.archive_for is not null then
             -- An older snapshot may not show that the queue is exposed.
             perform pgqueue._require_current_snapshot(format('queue %L', after.name));
         end if;
-        if after.dedicated then
-            perform pgqueue._sync_archive_trigger(after);
-        end if;
+        perform pgqueue._sync_archive_trigger(after);
     elsif to_regclass(pgqueue._transport_table(after)) is null then
         return;
     elsif not after.dedicated or after.priorities or coalesce(after.group_limit, after.max_in_flight) is not null then

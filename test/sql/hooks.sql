@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: others compact the tables that this file writes to.
 lock table pgqueue.messages in access exclusive mode;
-select plan(11);
+select plan(12);
 
 -- A room of this test that records every event.
 create temp table notes (event text, queue_name text, detail text) on commit drop;
@@ -29,6 +29,8 @@ select lives_ok($$ select pgqueue.create_queue('hooks', if_not_exists => true) $
 select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'create_queue with if_not_exists calls no hook for an existing queue');
 select lives_ok($$ select pgqueue.alter_queue('hooks', max_attempts => 4) $$, 'a setting of the queue is changed');
 select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4'], 'alter_queue calls its hooks with the row before and after the change');
+select is_empty($$ select l.relation::regclass from pg_locks l where l.pid = pg_backend_pid() and l.relation::regclass::text ~ '^pgqueue[.](scheduled_messages|schedules|results|subscriptions|transports)$' $$,
+    'create_queue and alter_queue lock no table of delayed messages, schedules, results, subscriptions or transports');
 
 select results_eq($$ select f.queue_name, f.detail from pgqueue.doctor() f where f.finding = 'test_finding' order by f.queue_name nulls first $$,
     $$ values (null, 'about no queue'), ('hooks', 'about hooks') $$, 'doctor reports the findings of a room, for each queue and for no queue');
