@@ -4617,9 +4617,11 @@ begin
         candidate_ids := candidate_ids || pgqueue._sweep_recent(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
-    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
+    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record. After each full
+    -- pass of a queue with priorities the next sweep starts with the highest one.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
-        when cardinality(candidate_ids) >= wanted or pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
+        when cardinality(candidate_ids) >= wanted
+            or not (q.priorities and is_full) and pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
             then next_id else 1 end);
     return candidate_ids;
 end;

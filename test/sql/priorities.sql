@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(60);
+select plan(61);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -170,6 +170,16 @@ select is(pg_temp.claim_each('lapsed', 6), '9d 9f 2a 2b 2c 1e', 'messages whose 
 select pg_temp.at('2030-01-01 12:08:00'), pg_temp.send('lapsed', '2g 9h 1i'), setseed(0.5) \g /dev/null
 select is((select string_agg(m.payload #>> '{}', ' ') from pgqueue.claim('lapsed', 5) m), '9d 9f 9h 2a 2b', 'one claim takes both in this order');
 select pgqueue.drop_queue('lapsed') \g /dev/null
+
+-- A full pass of a sweep that reads many pages
+select pgqueue.create_queue('churned', '30 s', priorities => true) \g /dev/null
+select pgqueue.enqueue_batch('churned', array_fill(to_jsonb(repeat('x', 1500)), array[500])) \g /dev/null
+select count(pgqueue.ack('churned', m.id, m.claim_token)) from pgqueue.claim('churned', 500) m \g /dev/null
+select pg_temp.at('2030-01-01 15:00:00'), count(*) from pgqueue.claim('churned') \g /dev/null
+select pg_temp.send('churned', '0y 0z 9z'), setseed(0.5), pg_temp.claim('churned', 3) \g /dev/null
+select pg_temp.at('2030-01-01 15:01:00') \g /dev/null
+select is(pg_temp.claim_each('churned', 3), '9z 0y 0z', 'after a sweep that has read many pages the next one starts with the highest priority');
+select pgqueue.drop_queue('churned') \g /dev/null
 
 -- Shares
 select pgqueue.create_queue('shares', priorities => true) \g /dev/null
