@@ -125,51 +125,6 @@ def test_calls_of_a_role_without_rights_on_the_tables_compact(
     owner.execute("drop owned by compact_user; drop role compact_user")
 
 
-@pytest.mark.parametrize("constraints", ["deferred", "immediate"])
-def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_commit(
-    site: tuple[Server, str], owner: psycopg.Connection[Any], constraints: str
-) -> None:
-    server, database = site
-    owner.execute(FORCED_COMPACTION)
-    queue = pgqueue.Queue(owner, "a")
-    queue.enqueue_batch([1, 2, 3])
-    make_due(owner)
-    with server.connect(database) as other:
-        other.execute("set lock_timeout = '1 s'")
-        before = value(owner, FILES)
-        with owner.transaction():
-            owner.execute(f"set constraints all {constraints}".encode())
-            assert len(queue.receive(1)) == 1
-            requests = "select count(*) from pgqueue.compactions where outcome is null"
-            assert value(owner, f"{requests} and table_name = '_compact_overgrown'") == 1
-            assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
-        assert value(owner, FILES) != before
-        assert [message.payload for message in queue.claim(9)] == [3]
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "set constraints all immediate",
-        "do $$ begin execute 'set ' || 'constraints pgqueue.do_at_commit immediate'; end $$",
-    ],
-    ids=["set", "function"],
-)
-def test_no_statement_that_fires_deferred_triggers_before_the_commit_compacts(
-    owner: psycopg.Connection[Any], statement: str
-) -> None:
-    owner.execute(FORCED_COMPACTION)
-    make_due(owner)
-    locks = "select count(*) from pg_locks where mode = 'AccessExclusiveLock' and locktype = 'relation'"
-    before = value(owner, FILES)
-    owner.execute("begin")
-    owner.execute("select pgqueue.enqueue_batch('a', '{1}')")
-    assert value(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
-    owner.execute(statement.encode())
-    assert (value(owner, locks), value(owner, FILES)) == (0, before)
-    owner.execute("commit")
-
-
 def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
@@ -262,22 +217,6 @@ def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
             here.execute("begin isolation level repeatable read")
             here.execute("select 1")
             assert owner.execute(pins, [f"process {here.info.backend_pid} %"]).fetchone() == (1,)
-
-
-def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:
-    owner.execute(FORCED_COMPACTION)
-    owner.execute("select pgqueue.expose_transport('a')")
-    owner.execute("insert into a (headers, body) select '{}', 'x' from generate_series(1, 3)")
-    make_due(owner)
-    owner.execute("update pgqueue.transports set next_at = now() - interval '3 s'")
-    before = value(owner, FILES)
-    with owner.transaction():
-        receive = (
-            "delete from a where seq in (select seq from a order by seq limit 1 for update skip locked) returning seq"
-        )
-        assert value(owner, receive) == 1
-    assert value(owner, FILES) != before
-    assert value(owner, "select array_agg(seq order by seq) from a") == [2, 3]
 
 
 @pytest.mark.parametrize(
