@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from pgqueue.http.databases import Databases
     from pgqueue.http.edge import Edge
     from pgqueue.http.metrics import Metrics, Sampler
-    from pgqueue.http.page.requests import error_page
-    from pgqueue.http.security.admission import Admission
+    from pgqueue.http.page.rendering import error_page
+    from pgqueue.http.security.admission import Admission, Sessions
     from pgqueue.http.security.rights import NOTHING
-    from pgqueue.http.security.sessions import Sessions
     from pgqueue.http.security.tokens import Tokens
     from pgqueue.http.security.users import hash_password
     from pgqueue.http.settings import Limits, Service, Settings

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pgqueue.http.direct.structs import Ack, DirectMessage
     from pgqueue.http.edge import SMALL_BODY_LIMIT
     from pgqueue.http.errors import ApiError
-    from pgqueue.http.page.requests import message_ids
+    from pgqueue.http.page.rendering import message_ids
     from pgqueue.http.security.rights import parse_rights
 
     USERS = {

@@ -380,7 +380,7 @@ def test_a_log_in_leads_to_no_other_site() -> None:
 
 
 def test_a_session_ends_with_its_time_and_with_its_key() -> None:
-    from pgqueue.http.security.sessions import Sessions
+    from pgqueue.http.security.admission import Sessions
 
     scope: dict[str, Any] = {"type": "http", "scheme": "http", "headers": []}
     sessions = Sessions("key", 60)

@@ -70,7 +70,7 @@ _EXAMPLE = re.compile(
 
 def struct_of(content: dict[str, Any]) -> Any:
     from pgqueue.http.direct import structs as direct
-    from pgqueue.http.managed import structs as managed
+    from pgqueue.http.managed import registry as managed
 
     name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
     return getattr(managed, name, None) or getattr(direct, name)

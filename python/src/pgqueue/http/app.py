@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from .._listener import NotificationListeners
-from . import openapi, operations
+from . import operations
 from .calls import Context, Table
 from .databases import Databases
 from .direct import routes as direct_routes
@@ -17,17 +17,15 @@ from .edge import Edge
 from .managed import routes as managed_routes
 from .managed.agent import Agent
 from .metrics import Metrics, Sampler
-from .page import actions, docs, forms, health, schedules, session
+from .page import actions, forms
 from .page import routes as page_routes
-from .page.requests import error_page
-from .security.admission import Admission
-from .security.sessions import Sessions
+from .page.rendering import error_page
+from .security.admission import Admission, Sessions
 from .security.tokens import Tokens
 from .settings import Settings
 
 Role = Literal["all", "controller"]
-_PAGES: Final = (page_routes, forms, health, schedules, actions, session, docs)
-_ROOMS: Final = (direct_routes, managed_routes, operations, *_PAGES)
+_ROOMS: Final = (direct_routes, managed_routes, operations, page_routes, forms, actions)
 
 
 class Application(Starlette):
@@ -46,7 +44,7 @@ class Application(Starlette):
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
-        return openapi.document(self.table.routes)
+        return operations.document(self.table.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or the lifespan."""

@@ -191,30 +191,22 @@ F = TypeVar("F", bound=Endpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """What OpenAPI says about a route. The description is by default the docstring of its function."""
-
-    tag: str
-    body: Any = None
-    answer: Any = None
-    status: int = 200
-    parameters: type[Struct] | None = None  # of the URL
-    errors: tuple[int, ...] = ()
-    has_key: bool = False
-    unfinished: Any = None  # the answer with status 202 of a route that polls
-    about: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
-    """A route. Its function returns the response. `operation` is None if it is not part of the API."""
+    """A route. Its function returns the response. OpenAPI describes those that have a tag."""
 
     method: str
     path: str
     need: Need  # the right of the user
     endpoint: Endpoint
-    operation: Operation | None = None
-    is_page: bool = False
+    is_page: bool = False  # its errors are pages
+    tag: str = ""
+    body: type[Struct] | None = None
+    answer: Any = None  # a struct; None is text
+    status: int = 200
+    parameters: type[Struct] | None = None  # of the URL
+    polls: bool = False  # the answer has the status 202 while its task is not completed
+    errors: tuple[int, ...] = ()  # besides those that follow from the method and the body
+    about: str | None = None  # by default the docstring of the function
 
     @property
     def name(self) -> str:
@@ -225,19 +217,17 @@ class Route:
 class Routes(list[Route]):
     """The routes of a module."""
 
-    def add(
-        self, method: str, path: str, need: Need, operation: Operation | None = None, is_page: bool = False
-    ) -> Callable[[F], F]:
-        """Make a function a route."""
+    def add(self, method: str, path: str, need: Need, **described: Any) -> Callable[[F], F]:
+        """Make a function a route, with more fields of `Route`."""
 
         def register(function: F) -> F:
-            self.append(Route(method, path, need, function, operation, is_page))
+            self.append(Route(method, path, need, function, **described))
             return function
 
         return register
 
     def page(self, method: str, path: str, need: Need) -> Callable[[F], F]:
-        """Make a function a route of the page, whose errors are pages."""
+        """Make a function a route of the page."""
         return self.add(method, path, need, is_page=True)
 
 

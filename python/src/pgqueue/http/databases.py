@@ -1,4 +1,6 @@
-"""Connections to the control database and to the databases of the services: pooled, checked, and with timeouts."""
+"""Connections to the control database and to the databases of the services: pooled, checked, with timeouts, and with
+pgqueue and the tables of the server, which are created in steps.
+"""
 
 import asyncio
 import time
@@ -6,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,10 +22,10 @@ from psycopg.types.json import Jsonb, set_json_loads
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._connections import complete_conninfo, is_broken, is_proxied, set_up
+from .._files import FIND_INSTALLATION, missing_installation
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
-from .migrations import CONTROL, TARGET, install, migrate
 from .security.rights import current
 from .settings import Limits, Service, Settings
 
@@ -37,6 +40,9 @@ _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as
 _TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
 _ENDS: Final = {TransactionStatus.INTRANS: b"commit", TransactionStatus.INERROR: b"rollback"}
 _MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
+# Only add steps. A step that was released has run in databases, and must not be edited.
+_TARGET: Final = ("effects.sql", "provisioned.sql")
+_CONTROL: Final = ("effects.sql", "registry.sql", "tokens.sql", "audit.sql")
 
 
 class _Connection(AsyncConnection[Any]):
@@ -264,8 +270,8 @@ class Databases:
     async def _prepared(self, pool: _Pool, is_large: bool) -> AsyncIterator[Connection]:
         if pool.place not in self.migrated:
             async with pool.lease() as connection:
-                await install(connection)
-                await migrate(connection, TARGET if pool.place else CONTROL)
+                await _install(connection)
+                await _migrate(connection, _TARGET if pool.place else _CONTROL)
                 if pool.place is None:
                     await self._create_task_queue(connection)
             self.migrated.add(pool.place)
@@ -319,3 +325,38 @@ async def _check(connection: Connection) -> None:
     """Raise if the server has closed the connection, as far as this is known without a round trip."""
     if is_broken(connection):
         raise psycopg.OperationalError("the server closed the connection")
+
+
+async def _install(connection: Connection) -> None:
+    """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
+    async with connection.transaction():
+        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
+        cursor = await connection.execute(FIND_INSTALLATION)
+        script = missing_installation(*(await cursor.fetchone() or (False, False)))
+        if script is not None:
+            await connection.execute(script.encode())
+
+
+async def _migrate(connection: Connection, steps: tuple[str, ...]) -> None:
+    """Run the steps that have not run in this database yet, in one transaction. A lock serializes the processes."""
+    async with connection.transaction():
+        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
+        cursor = await connection.execute(
+            "select to_regclass('pgqueue_http.migrations') is null, exists (select from pg_namespace n"
+            " where n.nspname = 'pgqueue_http' and pg_has_role(n.nspowner, 'usage'))"
+        )
+        is_new, has_schema = await cursor.fetchone() or (False, False)
+        if is_new:
+            if not has_schema:  # nor may another role own it
+                await connection.execute("create schema pgqueue_http")
+            await connection.execute(
+                "create table pgqueue_http.migrations ("
+                "step text primary key, done_at timestamptz not null default now())"
+            )
+        for step in steps:
+            cursor = await connection.execute(
+                "insert into pgqueue_http.migrations (step) values (%s) on conflict do nothing", [step]
+            )
+            if cursor.rowcount:
+                script = Path(__file__).with_name("sql") / step
+                await connection.execute(script.read_bytes())

@@ -7,7 +7,7 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from ...client import AsyncQueue, AsyncQueues
-from ..calls import Call, Operation
+from ..calls import Call
 from ..databases import LARGE_BYTES, Connection, as_json, fetch
 from ..enqueueing import PAYLOAD_LIMIT, PUBLISH, MessageIds, are_large, enqueue_messages, naming
 from ..errors import NO_SCHEMA, ApiError
@@ -16,7 +16,7 @@ from ..security.rights import ALL, CONSUMER, LISTS, PRODUCER, READER, SEES, SUBS
 from . import structs
 from .claims import BROWSE_DEAD_MESSAGES, claim_from
 from .structs import Claim, ClaimAny, EnqueueDirect, Page, Publish, Where, is_plain, settings_of
-from .verbs import CHANGE_ERRORS, READ_ERRORS, ROUTES, Target, database_of, target_of, verb
+from .verbs import ROUTES, Target, database_of, target_of, verb
 
 _LIST_LIMIT: Final = 8 * 2**20  # of payloads and headers as JSON text in bytes
 _SIZE: Final = (
@@ -57,7 +57,10 @@ async def claim(target: Target, body: Claim) -> Answer:
     "POST",
     "/v1/queues/claim_any",
     CONSUMER,
-    Operation("direct", ClaimAny, structs.ClaimedFromQueues, 200, Where, CHANGE_ERRORS, has_key=True),
+    tag="direct",
+    body=ClaimAny,
+    answer=structs.ClaimedFromQueues,
+    parameters=Where,
 )
 async def claim_any(call: Call) -> Answer:
     """Claim up to 100 messages from several queues of a database, in the order given, as `claim` does from one."""
@@ -67,7 +70,7 @@ async def claim_any(call: Call) -> Answer:
     return await claim_from(targets, body)
 
 
-@ROUTES.add("GET", "/v1/queues", LISTS, Operation("direct", None, structs.ListedSettings, 200, Where, READ_ERRORS))
+@ROUTES.add("GET", "/v1/queues", LISTS, tag="direct", answer=structs.ListedSettings, parameters=Where)
 async def list_queues(call: Call) -> Answer:
     """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
     context, (service, database) = call.context, database_of(call)
@@ -102,7 +105,6 @@ async def browse_dead_messages(target: Target, page: Page) -> Answer:
     "list_schedules",
     Need(("consumer", "admin", "reader")),
     structs.Schedules,
-    errors=(413,),
     tag="schedules",
 )
 async def list_schedules(target: Target, _: Where) -> Answer:
@@ -128,7 +130,11 @@ async def list_subscriptions(target: Target, _: Where) -> Answer:
     "POST",
     "/v1/queues/publish",
     Need(("producer",), "some"),
-    Operation("topics", Publish, structs.Count, 201, Where, CHANGE_ERRORS, has_key=True),
+    tag="topics",
+    body=Publish,
+    answer=structs.Count,
+    status=201,
+    parameters=Where,
 )
 async def publish(call: Call) -> Answer:
     """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of copies.

@@ -11,7 +11,7 @@ from typing import Any, Final
 from msgspec import Raw, Struct
 from msgspec.json import encode
 
-from ..calls import Call, Operation, Routes, find_database, find_queue, find_service
+from ..calls import Call, Routes, find_database, find_queue, find_service
 from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import MessageIds, naming
 from ..errors import ApiError
@@ -21,8 +21,6 @@ from . import structs
 from .structs import storable_text, text_of
 
 ROUTES: Final = Routes()
-READ_ERRORS: Final = (403, 404, 422)
-CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
 
 Function = Callable[..., Awaitable[Answer]]
 
@@ -77,18 +75,13 @@ def verb(
     need: Need,
     answer: Any,
     body: Any = None,
-    *,
-    status: int = 200,
     query: Any = structs.Where,
-    errors: tuple[int, ...] = (),
-    tag: str = "direct",
-    about: str | None = None,
+    **more: Any,
 ) -> Callable[[Function], Function]:
     """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
 
-    It is called with the target, and with the body or the parameters of the URL. `about` replaces its docstring.
+    It is called with the target, and with the body or the parameters of the URL.
     """
-    method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
 
     def register(function: Function) -> Function:
         async def endpoint(call: Call) -> Answer:
@@ -99,10 +92,9 @@ def verb(
             target.key = await call.key()
             return await function(target, given)
 
-        described = Operation(
-            tag, body, answer, status, query, (*usual, *errors), body is not None, about=about or function.__doc__
-        )
-        ROUTES.add(method, f"/v1/queues/{{queue_name}}/{name}", need, described)(endpoint)
+        described = {"tag": "direct", "body": body, "answer": answer, "parameters": query, "about": function.__doc__}
+        path = f"/v1/queues/{{queue_name}}/{name}"
+        ROUTES.add("GET" if body is None else "POST", path, need, **described | more)(endpoint)
         return function
 
     return register

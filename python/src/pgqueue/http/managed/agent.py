@@ -27,8 +27,7 @@ from ..idempotency import Answer, EffectKey, run_once
 from ..metrics import Metrics
 from ..settings import Settings
 from . import registry
-from .registry import AgentTask
-from .structs import QueueBody, StatsResult
+from .registry import AgentTask, QueueBody, StatsResult
 
 logger = logging.getLogger("pgqueue.http")
 

@@ -9,7 +9,7 @@ from msgspec.json import encode
 from msgspec.structs import replace
 from psycopg import AsyncConnection
 
-from ..calls import Call, Operation, Routes, check_not_reserved, find_database, find_service, is_queue_name
+from ..calls import Call, Routes, check_not_reserved, find_database, find_service, is_queue_name
 from ..databases import LARGE_BYTES
 from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
@@ -17,7 +17,7 @@ from ..idempotency import Answer, run_once
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
-from .structs import (
+from .registry import (
     CreateQueue,
     EnqueueRequest,
     EnqueueTask,
@@ -36,9 +36,7 @@ ROUTES: Final = Routes()
 Handler = Callable[[Call, Service], Awaitable[Answer]]
 
 
-def _route(
-    method: str, path: str, need: Need, answer: Any, body: Any = None, status: int = 200, *, polls: bool = False
-) -> Callable[[Handler], Handler]:
+def _route(method: str, path: str, need: Need, answer: Any, **more: Any) -> Callable[[Handler], Handler]:
     """Make a function a route of a service. The rights to the service and the queue are checked first."""
 
     def register(function: Handler) -> Handler:
@@ -50,18 +48,14 @@ def _route(
                 current().check(service.id, None, queue_name)  # whatever its database
             return await function(call, service)
 
-        has_key, of, unfinished = method == "POST", TaskOf if polls else None, answer if polls else None
-        errors = (404, *((409,) if has_key else ()), *((400,) if body else ()))
-        described = Operation(
-            "managed queues", body, answer, status, of, errors, has_key, unfinished, about=function.__doc__
-        )
-        ROUTES.add(method, path, need, described)(endpoint)
+        described = {"tag": "managed queues", "answer": answer, "about": function.__doc__}
+        ROUTES.add(method, path, need, **described | more)(endpoint)
         return function
 
     return register
 
 
-@_route("POST", _PATH, ADMIN, QueueBody, CreateQueue, 201)
+@_route("POST", _PATH, ADMIN, QueueBody, body=CreateQueue, status=201)
 async def create_queue(call: Call, service: Service) -> Answer:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     context = call.context
@@ -114,7 +108,7 @@ async def delete_queue(call: Call, service: Service) -> Answer:
         return Answer(202, encode(queue or await _found(connection, service, queue_name)))
 
 
-@_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, EnqueueRequest, 202)
+@_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, body=EnqueueRequest, status=202)
 async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     body, text = await call.json_of(EnqueueRequest)
@@ -126,7 +120,7 @@ async def enqueue(call: Call, service: Service) -> Answer:
     return answer
 
 
-@_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, polls=True)
+@_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, parameters=TaskOf, polls=True)
 async def poll_enqueue(call: Call, service: Service) -> Answer:
     """The result of sending messages: their ids in the order of the request, when the task is completed."""
     return await _poll(call, service, "enqueue")
@@ -138,7 +132,7 @@ async def request_stats(call: Call, service: Service) -> Answer:
     return await _submit(call, service, "stats")
 
 
-@_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, polls=True)
+@_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, parameters=TaskOf, polls=True)
 async def poll_stats(call: Call, service: Service) -> Answer:
     """The depth that the agent read."""
     return await _poll(call, service, "stats")

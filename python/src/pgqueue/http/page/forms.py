@@ -1,4 +1,4 @@
-"""The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter."""
+"""The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter, log in."""
 
 from datetime import timedelta
 from functools import partial
@@ -17,9 +17,20 @@ from ..decoding import check_shape
 from ..enqueueing import PAYLOAD_LIMIT, naming
 from ..errors import ApiError
 from ..memory import run_beside
-from ..security.rights import ADMIN, PRODUCER, READER, Need, current
-from .rendering import pretty_json, queue_url, render
-from .requests import Form, back_to, explain, message_ids, open_queue, place_of, read_form
+from ..security.admission import address_of, safe_target
+from ..security.rights import ADMIN, NOTHING, PRODUCER, READER, Need, current
+from .rendering import (
+    Form,
+    back_to,
+    explain,
+    message_ids,
+    open_queue,
+    place_of,
+    pretty_json,
+    queue_url,
+    read_form,
+    render,
+)
 from .search import Filter, State, search
 
 ROUTES: Final = Routes()
@@ -245,3 +256,32 @@ async def send(call: Call) -> Response:
     done += f"; dead letter {replaced[0]} is deleted" if replaced else ""
     # The page of the queue is not for each user.
     return back_to("queue" if current().may(READER.accesses, *place) else "", place, state=state, done=done)
+
+
+@ROUTES.page("GET", "/login", NOTHING)
+async def login_form(call: Call) -> Response:
+    """The form for name and password. `to` is the page that the user wanted."""
+    return render("login.html", call.scope, to=safe_target(call.query_params.get("to", "")), user="")
+
+
+@ROUTES.page("POST", "/login", NOTHING)
+async def log_in(call: Call) -> Response:
+    """Begin a session, and redirect to the page that the user wanted."""
+    form, context = await read_form(call), call.context
+    name, password, to = (form.get(each, "") for each in ("user", "password", "to"))
+    to = safe_target(to)
+    try:
+        if not await context.admission.passwords.verify(name, password, address_of(call.scope)):
+            raise ApiError(401, "unauthorized", "name or password is wrong")
+    except ApiError as error:
+        return render("login.html", call.scope, to=to, user=name[:128], problem=error)
+    cookie = context.admission.sessions.begin(call.scope, name)
+    return RedirectResponse(f"./{to}", 303, {"Set-Cookie": cookie})
+
+
+@ROUTES.page("POST", "/logout", NOTHING)
+async def log_out(call: Call) -> Response:
+    """End the session, and redirect to the log-in form."""
+    await read_form(call)
+    cookie = call.context.admission.sessions.end(call.scope, current().session)
+    return RedirectResponse("login", 303, {"Set-Cookie": cookie})

@@ -1,9 +1,11 @@
 """The page: shows the queues, their charts and their messages. It works without scripts and by keyboard."""
 
+import asyncio
 import codecs
 import json
 import re
 import time
+from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
@@ -14,14 +16,16 @@ from psycopg_pool import PoolTimeout
 from starlette.responses import Response
 
 from ..._wording import counted as count
-from ..calls import Call, Routes
+from ...client import AsyncQueues
+from ...message import Finding
+from ..calls import Call, Context, Routes
 from ..enqueueing import PAYLOAD_LIMIT
-from ..errors import ApiError
+from ..errors import NO_SCHEMA, ApiError, from_database_error
 from ..managed import registry
 from ..memory import run_beside
-from ..security.rights import LISTS, READER, current
-from .rendering import Row, build_rows, pretty_json, render
-from .requests import message_ids, open_queue, place_of
+from ..metrics import Place
+from ..security.rights import ALL, LISTS, READER, Need, current, forbidden
+from .rendering import Row, build_rows, message_ids, open_queue, place_of, pretty_json, render
 from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, State, error_groups, search
 
 ROUTES: Final = Routes()
@@ -32,6 +36,8 @@ _ROW_CHARACTERS: Final = 800  # of a row of the table, as far as its cost is tha
 # How the queues are sorted: a column of stats, the highest first, or by name.
 _SORTS: Final = {"": "Name", "ready_messages": "Ready", "dead_messages": "Dead", "oldest_age_seconds": "Oldest"}
 _TOTALS: Final = ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")
+_SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
+_MAX_FINDINGS: Final = 50  # of a kind on the page of health
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters that text does not have
 _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
 
@@ -206,3 +212,44 @@ def _failures(text: str | None) -> list[dict[str, Any]]:
     except (RecursionError, ValueError):  # nested more deeply than Python can read, or an integer with too many digits
         return []
     return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else []
+
+
+@ROUTES.page("GET", "/health", Need(("admin",), "some"))
+async def health(call: Call) -> Response:
+    """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
+    may, context = current().may, call.context
+    places = [
+        (each.id, name)
+        for each in context.settings.services.values()
+        for name in each.databases
+        if may(("admin",), each.id, name, ALL)
+    ]
+    if not places:
+        raise forbidden(("admin",), "all queues of a database")
+    checked = await asyncio.gather(*(_check(context, *place) for place in places))
+    # One finding, also of many queues: they are named together.
+    cards: dict[tuple[str, str], list[tuple[Place, Finding]]] = defaultdict(list)
+    for found, _ in checked:
+        for place, finding in found:
+            cards[finding.severity, finding.finding].append((place, finding))
+    return render(
+        "health.html",
+        call.scope,
+        cards=sorted(cards.items(), key=lambda card: _SEVERITIES.get(card[0][0], len(_SEVERITIES))),
+        most=_MAX_FINDINGS,
+        failing=[failure for _, failure in checked if failure is not None],
+    )
+
+
+async def _check(context: Context, service: str, database: str) -> tuple[list[tuple[Place, Finding]], Place | None]:
+    """The findings in one database; or the service, the database, and why it could not be checked."""
+    try:
+        async with context.databases.target(service, database, is_slow=True) as connection:
+            found = await AsyncQueues(connection).doctor()
+            return [((service, database, each.queue_name or ""), each) for each in found], None
+    except NO_SCHEMA:
+        return [], None  # pgqueue is not installed there yet
+    except psycopg.errors.InsufficientPrivilege:
+        return [], (service, database, "the role of the service may not call pgqueue.doctor()")
+    except (psycopg.Error, PoolTimeout, OSError) as error:
+        return [], (service, database, from_database_error(error).message)
