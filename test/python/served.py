@@ -237,7 +237,7 @@ def needs() -> dict[str, Any]:
     from pgqueue.http import Service, Settings, create_app
 
     app = create_app(Settings("", {"one": Service("one", "", ("one",))}, {}), "controller")
-    return {route.name: route.need for route in app.routes}
+    return {route.name: route.need for route in app.table.routes}
 
 
 def rights(site: Site) -> dict[str, list[str]]:

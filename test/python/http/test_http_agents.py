@@ -1,6 +1,5 @@
 """Tasks whose agents die or stall, at every step."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,30 +189,6 @@ def test_a_task_that_is_delivered_twice_sends_once(site: Site, config: Path, con
         ).fetchall()
     assert first["result"] == again["result"] == {"message_ids": [row[0] for row in rows]}
     assert len(rows) == 2
-
-
-@LONG
-@pytest.mark.usefixtures("prepared")
-def test_a_stalled_agent_does_not_repeat_the_effect_of_another(
-    site: Site, config: Path, controller: Server, tmp_path: Path
-) -> None:
-    with serving(config, tmp_path / "slow", role="agent") as slow:
-        name = new_name()
-        controller.create(name)
-        path = f"{controller.queues}/{name}/messages"
-        with locked(site.target, "lock table pgqueue_http.effects in share row exclusive mode"):
-            task = controller.post(path, {"messages": [{"payload": {}}]}).json()["task_id"]
-            slow.until(lambda: waiters(site.target))
-            slow.command.signal(signal.SIGSTOP)
-            terminate(site.target, waiters(site.target))  # so that only its later statements count
-        with serving(config, tmp_path / "quick", role="agent"):
-            done = controller.task(path, task)
-            slow.command.signal(signal.SIGCONT)
-            slow.command.signal(signal.SIGTERM)
-            assert slow.command.end().status == 0
-    with psycopg.connect(site.target) as connection:
-        rows = connection.execute("select id from pgqueue.messages where queue_name = %s", [name]).fetchall()
-    assert [row[0] for row in rows] == done["result"]["message_ids"]
 
 
 def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server) -> None:

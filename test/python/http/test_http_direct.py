@@ -253,16 +253,6 @@ def test_all_dead_letters_are_redriven(queue: DirectQueue, sql: psycopg.Connecti
     assert queue.post("redrive", {}).json() == {"count": 1500}
 
 
-def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None:
-    """A number counts with the digits that PostgreSQL writes, 131,072 for 1e131071. Two such numbers just fit."""
-    texts = ["[1e131071]", f"[{'9' * 131072}]", "[1e131071, 1e131067]"]
-    bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
-    assert [queue.post("enqueue", body).status_code for body in bodies] == [201, 201, 201]
-    answer = queue.post("enqueue", bodies[2].replace("67", "68"))
-    assert code_of(answer, 413) == "payload_too_large"
-    assert answer.json()["error"]["value"] == "262145 bytes"
-
-
 def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, tmp_path: Path) -> None:
     """The target and the control database have the encoding. The server has its own broker, so no other agent takes its
     tasks.
@@ -305,21 +295,6 @@ def test_dead_letters_are_sent_to_another_queue_by_its_admins(
     assert message["headers"]["pgqueue.dead_letter"]["id"] == sent
 
 
-@pytest.mark.long(part="http")
-def test_a_request_redrives_at_most_its_limit_of_dead_letters(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """One statement for all of them could exceed the statement timeout each time, and would never succeed."""
-    sql.execute(
-        "insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason)"
-        " select nextval('pgqueue.message_id'), %s, '1', 1, 1, now(), 'rejected' from generate_series(1, 100010)",
-        [queue.name],
-    )
-    page = queue.web.place(queue.name, action="redrive")
-    assert "counted from 0, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
-    # The limit is a number of messages. The time that a busy machine takes for them does not matter here.
-    assert [queue.post("redrive", {}, timeout=600).json()["count"] for _ in range(3)] == [100_000, 10, 0]
-    sql.execute("select pgqueue.purge_queue(%s)", [queue.name])
-
-
 def test_the_service_and_the_database_can_be_named(web: Server, queue: DirectQueue) -> None:
     queue.send(1)
     where = {"service_id": SERVICE, "database_name": web.site.databases[0]}
@@ -328,24 +303,15 @@ def test_the_service_and_the_database_can_be_named(web: Server, queue: DirectQue
     assert code_of(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
 
 
-def test_unknown_resources_are_404(queue: DirectQueue) -> None:
-    nobody = DirectQueue(queue.web, new_name())
-    for verb, body in [
-        ("enqueue", {"messages": [{"payload": 1}]}),
-        ("claim", {}),
-        ("claim", {"wait_seconds": 20}),
-        ("ack", {"id": 1, "claim_token": TOKEN}),
-        ("redrive", {}),
-        ("purge_dead_messages", {}),
-    ]:
-        assert code_of(nobody.post(verb, body), 404) == "queue_not_found"
-        error = nobody.post(verb, body).json()["error"]
-        assert (error["field"], error["value"]) == ("queue_name", nobody.name)
-    for page in ("stats", "browse_dead_messages"):
-        answer = nobody.web.get(f"{nobody.path}/{page}")
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [("enqueue", {"messages": [{"payload": 1}]}), ("claim", {"wait_seconds": 20}), ("redrive", {}), ("stats", None)],
+)
+def test_unknown_resources_are_404(queue: DirectQueue, verb: str, body: Any) -> None:
+    for name in (new_name(), "pgqueue-http-tasks"):
+        answer = queue.web.call("GET" if body is None else "POST", f"/v1/queues/{name}/{verb}", body)
         assert code_of(answer, 404) == "queue_not_found"
-        assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", nobody.name)
-    assert code_of(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
+        assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", name)
 
 
 # Repeated requests

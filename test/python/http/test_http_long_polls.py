@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import re
 import socket
 import threading
 import time
@@ -275,26 +274,6 @@ def test_messages_claimed_for_a_timed_out_request_are_released(web: Server, queu
             assert code_of(DirectQueue(hasty, queue.name).post("claim", {}), 503) == "timeout"
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
-
-
-def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """The client is gone when its claim ends, and a lock delays the release."""
-    web, target = queue.web, queue.web.site.target
-    ended = re.compile(r'^pgqueue_http_request_seconds_count\{.*"/v1/queues/\{queue_name\}/claim".*', re.MULTILINE)
-    sql.execute("select pgqueue.alter_queue(%s, visibility_timeout => '1 h')", [queue.name])
-    (sent,) = queue.send(1)
-    before = ended.findall(web.get("/metrics").text)
-    # A release writes to this table. A claim only reads it if no message is due.
-    with locked(target, "lock table pgqueue.scheduled_messages in share mode"):
-        with (
-            locked(target, "lock table pgqueue.messages in access exclusive mode"),
-            asked(web, f"{queue.path}/claim", {}),
-        ):
-            web.until(lambda: waiters(target, CLAIM))
-        web.until(lambda: waiters(target, "%release(%"))
-        web.until(lambda: ended.findall(web.get("/metrics").text) != before)  # the request has ended
-    (claimed,) = web.until(queue.claim)
-    assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/queues/{}/claim", "/v1/queues/claim_any"])

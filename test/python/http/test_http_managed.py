@@ -85,33 +85,6 @@ POLL_STATS = """curl -u admin:password \\
 DELETE = """curl -u admin:password -X DELETE \\
 https://api.foundrydb.com/managed-services/{service-id}/queues/order-events"""
 
-SQL_ENQUEUE = """INSERT INTO mdb_queue.messages (queue_name, payload, max_attempts, visible_at)
-SELECT q.name, $2, q.max_attempts, now() + ($3 * interval '1 second')
-FROM mdb_queue.queues q WHERE q.name = $1
-RETURNING id;"""
-SQL_CLAIM = """UPDATE mdb_queue.messages m
-SET visible_at = now() + (60 * interval '1 second'),
-attempt_count = m.attempt_count + 1,
-claimed_by = 'worker-1'
-WHERE m.id IN (
-SELECT id FROM mdb_queue.messages
-WHERE queue_name = 'order-events'
-AND visible_at <= now()
-AND attempt_count < max_attempts
-ORDER BY id
-FOR UPDATE SKIP LOCKED
-LIMIT 10
-)
-RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at;"""
-SQL_ACK = "DELETE FROM mdb_queue.messages WHERE id = $1 AND claimed_by = $2;"
-SQL_NACK = """UPDATE mdb_queue.messages
-SET visible_at = now() + ($3 * interval '1 second'),
-last_error = $4
-WHERE id = $1 AND claimed_by = $2;"""
-SQL_EXTEND = """UPDATE mdb_queue.messages
-SET visible_at = now() + ($3 * interval '1 second')
-WHERE id = $1 AND claimed_by = $2;"""
-
 MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
@@ -198,32 +171,9 @@ def test_the_examples_of_the_specification_run_as_printed(web: Server) -> None:
     }
     assert stats["result"]["oldest_age_seconds"] > 0
 
-    _sql(web.site.target, first)
-
     status, deleted = curl(DELETE)
     assert (status, deleted["status"], deleted["id"]) == (202, "Deprovisioning", created["id"])
     web.until(lambda: web.status("order-events") is None)
-
-
-def _sql(target: str, first: int) -> None:
-    """Run the SQL of the specification as printed, in the database that HTTP has sent to."""
-    with psycopg.connect(target, autocommit=True, cursor_factory=psycopg.RawCursor) as connection:
-        connection.execute("select pgqueue.expose_contract('mdb_queue')")
-
-        def run(statement: str, *values: Any) -> psycopg.Cursor[Any]:
-            return connection.execute(statement, values)
-
-        ((sent,),) = run(SQL_ENQUEUE, "order-events", '{"order_id": 1003}', 0).fetchall()
-        claimed = sorted(run(SQL_CLAIM).fetchall())  # returning has no order
-        assert [(row[0], row[1], row[2]) for row in claimed] == [
-            (first, {"order_id": 1001, "event": "created"}, 1),
-            (sent, {"order_id": 1003}, 1),
-        ]
-        assert run(SQL_EXTEND, first, "worker-1", 120).rowcount == 1
-        assert run(SQL_NACK, first, "worker-1", 0, "card declined").rowcount == 1
-        assert run(SQL_ACK, sent, "worker-1").rowcount == 1
-        assert run(SQL_ACK, sent, "worker-1").rowcount == 0
-        assert run(SQL_CLAIM).fetchall()[0][2] == 2
 
 
 def test_settings_reach_the_queue_and_defaults_are_those_of_the_specification(

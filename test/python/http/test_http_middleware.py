@@ -17,122 +17,70 @@ from served import ADMIN
 
 if TYPE_CHECKING:
     from psycopg_pool import PoolTimeout
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from pgqueue._listener import NotificationListeners
     from pgqueue.http import User, create_app, databases, server
-    from pgqueue.http.calls import Call, Context, Route, Table
+    from pgqueue.http.app import Application
     from pgqueue.http.databases import Databases
-    from pgqueue.http.edge import Edge
-    from pgqueue.http.metrics import Metrics, Sampler
-    from pgqueue.http.page.rendering import error_page
-    from pgqueue.http.security.admission import Admission, Sessions
-    from pgqueue.http.security.rights import NOTHING
-    from pgqueue.http.security.tokens import Tokens
     from pgqueue.http.security.users import hash_password
     from pgqueue.http.settings import Limits, Service, Settings
 
     SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 
-SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "query_string": b"", "headers": []}
+
+def application(request_seconds: float = PATIENCE) -> Application:
+    users = {ADMIN[0]: User(hash_password(ADMIN[1]))}
+    return create_app(replace(SETTINGS, users=users, limits=Limits(request_seconds=request_seconds)), "controller")
 
 
-def wrap(app: Any, seconds: float) -> Edge:
-    """The edge before an application that stands for all routes."""
-    settings = replace(SETTINGS, limits=Limits(request_seconds=seconds))
-    databases = Databases(settings)
-    sampler = Sampler(settings, databases)
-    admission = Admission({}, Tokens(databases.control), Sessions("key", 60))
-    context = Context(settings, databases, Metrics(sampler), sampler, NotificationListeners(), admission)
-
-    async def endpoint(_: Call) -> Any:
-        return app
-
-    return Edge(context, Table([Route("GET", "/healthz", NOTHING, endpoint)]), error_page)
-
-
-async def serve(
-    app: Any,
-    answers: list[Message],
-    seconds: float = PATIENCE,
-) -> None:
-    edge = wrap(app, seconds)
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        answers.append(message)
-
-    await edge(dict(SCOPE), receive, send)
-
-
-async def answer(send: Send, status: int = 200) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
-    await send({"type": "http.response.body", "body": b"late"})
+async def answer(monkeypatch: pytest.MonkeyPatch, app: Application, control: Any, **more: Any) -> httpx.Response:
+    """The response to a request that uses the control database."""
+    monkeypatch.setattr(Databases, "control", control)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", auth=ADMIN) as client:
+        return await client.post("/managed-services/one/queues/q/stats", **more)
 
 
 async def test_an_unexpected_error_is_answered_with_500_and_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RecursionError("secret")
 
-    answers: list[Message] = []
-    await serve(app, answers)
-    assert statuses(answers) == [500]
-    assert b'"internal_error"' in answers[-1]["body"]
-    assert b"secret" not in answers[-1]["body"]
-    assert (b"x-frame-options", b"DENY") in answers[0]["headers"]
+    found = await answer(monkeypatch, application(), fail)
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in found.text
+    assert found.headers["x-frame-options"] == "DENY"
     assert "RecursionError" in caplog.text
 
 
-async def test_a_head_request_runs_as_get_and_has_no_response_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
-        asked.append(scope["method"])
-        await answer(send)
-
-    monkeypatch.setitem(SCOPE, "method", "HEAD")
-    answers: list[Message] = []
-    await serve(app, answers)
-    assert (asked, statuses(answers), answers[-1]["body"]) == (["GET"], [200], b"")
+@pytest.mark.parametrize("length", ["9" * 5000, "0" * 5000, "-1", "1_0", "²".encode("latin-1")], ids=range(5))
+async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPatch, length: str | bytes) -> None:
+    found = await answer(monkeypatch, application(), None, headers={"Content-Length": length}, content=b"")
+    assert found.status_code == 413
 
 
-@pytest.mark.parametrize("length", [b"9" * 5000, b"0" * 5000, b"-1", b"1_0", "²".encode("latin-1")], ids=range(5))
-async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
-    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
-        raise AssertionError
+async def test_a_request_over_the_time_limit_is_cancelled_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = False
 
-    monkeypatch.setitem(SCOPE, "headers", [(b"content-length", length)])
-    answers: list[Message] = []
-    await serve(app, answers)
-    assert statuses(answers) == [413]
+    @asynccontextmanager
+    async def wait(*_: object, **__: object) -> AsyncIterator[None]:
+        nonlocal cancelled
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled = True
+        yield
 
-
-def statuses(answers: list[Message]) -> list[int]:
-    return [each["status"] for each in answers if each["type"] == "http.response.start"]
-
-
-async def test_a_request_over_the_time_limit_is_cancelled_and_answered() -> None:
-    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
-        await receive()
-
-    answers: list[Message] = []
-    await serve(app, answers, 1)
-    assert statuses(answers) == [503]
-    assert b'"timeout"' in answers[-1]["body"]
-
-
-END = b"0\r\n\r\n"  # of a chunked response
+    found = await answer(monkeypatch, application(request_seconds=1), wait)
+    assert (found.status_code, found.json()["error"]["code"], cancelled) == (503, "timeout", True)
 
 
 async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
-    await answer(send)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"late"})
 
 
 @asynccontextmanager
@@ -196,8 +144,7 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_end_the_connect
 
 
 async def test_an_incomplete_body_times_out() -> None:
-    users = {ADMIN[0]: User(hash_password(ADMIN[1]))}
-    app = create_app(replace(SETTINGS, users=users, limits=Limits(request_seconds=1)), "controller")
+    app = application(request_seconds=1)
     authorization = base64.b64encode(":".join(ADMIN).encode())
     lines = [
         b"POST /v1/queues/q/claim HTTP/1.1",
@@ -213,14 +160,13 @@ async def test_an_incomplete_body_times_out() -> None:
 
 async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody may ask, so any number of requests is one question to the database."""
-    asked, began, reached = 0, asyncio.Event(), asyncio.Event()
+    asked = 0
 
     class Connection:
         async def execute(self, _: str) -> None:
             nonlocal asked
             asked += 1
-            began.set()
-            await reached.wait()
+            await asyncio.sleep(0)
 
     @asynccontextmanager
     async def control(_: Databases) -> AsyncIterator[Connection]:
@@ -237,10 +183,7 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
             answers = await asyncio.gather(*(client.get("/readyz") for _ in range(number)))
             return [each.status_code for each in answers]
 
-        asking = asyncio.create_task(ask(20))
-        await began.wait()
-        reached.set()
-        assert (await asking, asked) == ([200] * 20, 1)
+        assert (await ask(20), asked) == ([200] * 20, 1)
         assert (await ask(1), asked) == ([200], 1)
         monkeypatch.setattr(databases, "_HOLDS_SECONDS", 0.0)
         assert (await ask(1), asked) == ([200], 2)
@@ -258,7 +201,7 @@ async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous
     monkeypatch.setattr(Databases, "target", unreachable)
     monkeypatch.setattr(Databases, "control", unreachable)
     caplog.set_level("INFO", "pgqueue")
-    app = create_app(replace(SETTINGS, users={ADMIN[0]: User(hash_password(ADMIN[1]))}), "controller")
+    app = application()
     lines = (
         "POST /v1/queues/q/redrive HTTP/1.1",
         "Content-Type: application/json",

@@ -121,24 +121,6 @@ def until_listening(dsn: str) -> None:
 
 
 @LONG
-def test_a_server_outlives_a_stop_of_its_database_server(web: Server, postgres: EmbeddedServer) -> None:
-    name = new_name()
-    web.create(name)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(web.post, f"/v1/queues/{name}/claim", {"wait_seconds": 20})
-        until_listening(make_conninfo(postgres.tcp_dsn, dbname="target"))
-        postgres.stop(immediate=True)
-        assert waiting.result().status_code in (200, 503)
-    web.until(lambda: web.get("/readyz").status_code == 503)
-    answers = ask_all(lambda: web.get(web.queues), lambda: enqueue(web, name))
-    assert {each.json()["error"]["code"] for each in answers} == {"database_unavailable"}
-    postgres.start()
-    web.until(lambda: web.get("/readyz").status_code == 200)
-    web.until(lambda: enqueue(web, name).status_code == 201)
-    assert len(web.enqueue(name, {"after": "the outage"})) == 1
-
-
-@LONG
 def test_a_database_restart_between_two_requests_is_not_visible(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)

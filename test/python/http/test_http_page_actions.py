@@ -1,17 +1,12 @@
 """The page operates queues: forms, redriving and deleting, schedules, consumers, findings, and charts."""
 
 import html
-import os
 import re
-import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from browsers import expect
-from clients import PATIENCE
 from pages import (
     ALERT,
     DONE,
@@ -30,15 +25,10 @@ from pages import (
     url,
     window,
 )
-from psycopg.conninfo import conninfo_to_dict
-from served import ADMIN, Server, configuration, serving
-
-import pgqueue
+from served import ADMIN, Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
 
 
 def test_errors_are_grouped_and_a_group_is_redriven(
@@ -124,6 +114,7 @@ def test_a_dead_letter_is_edited_and_retried(
     page.goto(url("/queue/message", at | {"state": "dead", "id": str(dead)}))
     page.get_by_label(f"Edit and retry {dead}").click()
     expect(page.get_by_role("heading", name=f"Edit and retry dead letter {dead}")).to_be_visible()
+    expect(page.locator('[name="dedup_key"]')).to_have_count(0)  # the dead letter itself can still have it
     payload = page.get_by_label("Payload, as JSON")
     expect(payload).to_have_value(re.compile('"total": 19.90,'))
     payload.fill(payload.input_value().replace("A-1001", "B-1001"))
@@ -169,17 +160,6 @@ def test_a_message_is_sent_with_a_key_and_a_priority_or_a_group(
             sent = web.http.post(place, data={"payload": payload, "dedup_key": "invoice-9", field: value})
             assert (sent.status_code, "has+the+key+invoice-9" in sent.headers["location"]) == (303, True)
         assert sql.execute("select payload, headers from pgqueue.browse(%s)", [queue]).fetchall() == [(1, headers)]
-
-
-def test_the_form_for_a_dead_letter_takes_no_key(web: Server, filled: dict[str, str]) -> None:
-    dead = (
-        web.http.get(url("/queue", filled | {"state": "dead"}))
-        .text.partition("state=dead&amp;id=")[2]
-        .partition('"')[0]
-    )
-    form = web.http.get(url("/queue/send", filled | {"state": "dead", "id": dead})).text
-    assert ('name="replaces"' in form, 'name="dedup_key"' in form) == (True, False)
-    assert 'name="dedup_key"' in web.http.get(url("/queue/send", filled)).text
 
 
 def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, filled: dict[str, str]) -> None:
@@ -369,45 +349,3 @@ def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> Non
 
     assert pretty_json(text, 1000).split("\n") == indented.split("|")
     assert len(pretty_json("[" * 100_000, 1000)) == 1001
-
-
-if SHOTS:  # only then, as it proves nothing
-
-    def test_the_screenshots_of_the_readme_are_written(
-        browser: "Browser", empty_database: Callable[[], str], tmp_path: Path
-    ) -> None:
-        control, shop = empty_database(), empty_database()
-        database = str(conninfo_to_dict(shop)["dbname"])
-        config = configuration(tmp_path, control, {"shop": (shop, [database])})
-        with serving(config, tmp_path) as web, psycopg.connect(shop, autocommit=True) as sql:
-            web.http.post("/create", data={"database": f"shop/{database}", "name": "invoices", "dlq_enabled": "on"})
-            sql.execute("select pgqueue.create_queue('emails', dedicated => true)")
-            declined = [f"CardDeclined: order {number} was declined\nretry later" for number in range(1001, 1006)]
-            dead_letters(sql, "orders", *declined, "HTTP 503 from the warehouse")
-            opened = context(browser, web, viewport={"width": 1200, "height": 900})
-            page = opened.new_page()
-            page.goto("/")
-            for number in range(1, 40):
-                sql.execute(
-                    "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))", ["orders", 1 + number % 3]
-                )
-                sql.execute(
-                    "select pgqueue.enqueue_batch('emails', array_fill('1'::jsonb, array[%s]))", [2 + number % 5]
-                )
-                sql.execute("select pgqueue.receive('emails', %s)", [1 + number % 6])
-                sql.execute("select pgqueue.claim('orders', 1, '1 h', 'worker-1')") if number % 4 == 0 else None
-                page.wait_for_timeout(400)
-            expect(row(page, "emails").locator('[data-label="Out"] path')).to_have_count(1)
-            page.screenshot(
-                path=str(Path(SHOTS or "") / "page-queues.png"), clip={"x": 0, "y": 0, "width": 1200, "height": 380}
-            )
-            page.get_by_role("link", name="orders", exact=True).click()
-            page.screenshot(path=str(Path(SHOTS or "") / "page-queue.png"))
-            opened.close()
-            phone = context(browser, web, viewport={"width": 390, "height": 844}, color_scheme="dark")
-            page = phone.new_page()
-            page.goto(url("/queue", {"service": "shop", "database": database, "name": "orders"}))
-            page.get_by_role("heading", name="Dead letters").scroll_into_view_if_needed()
-            page.evaluate("document.querySelector('.states').scrollIntoView()")
-            page.screenshot(path=str(Path(SHOTS or "") / "page-phone.png"))
-            phone.close()

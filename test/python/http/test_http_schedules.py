@@ -52,11 +52,6 @@ def test_a_message_that_waits_is_rescheduled(web: Server, queue: str) -> None:
         assert (answer.status_code, answer.json()) == (200, {"rescheduled": True})
     assert post(web, queue, "claim", {}).json()["messages"][0]["id"] == sent
     assert post(web, queue, "reschedule", {"id": sent}).json() == {"rescheduled": False}
-    for wrong in ("2026-01-31T12:00:00", "soon", 1769857200):
-        refused = post(web, queue, "reschedule", {"id": sent, "due_at": wrong})
-        assert refused.status_code == 422
-        assert "due_at is invalid; must be " in refused.text
-        assert "a timestamp with an offset, such as 2026-01-31T12:00:00Z" in refused.text
     assert post(web, queue, "reschedule", {"id": sent, "due_at": "9999-01-01T00:00:00Z"}).status_code == 422
 
 

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     """The schema, which depends on no setting."""
-    from pgqueue.http import Settings, create_app
+    from pgqueue.http import Settings, create_app, operations
     from pgqueue.http.security.users import hash_password
 
     services = {SERVICE: {"dsn": "", "databases": ["x"]}}
     users = {"admin": {"password_hash": hash_password("x")}}
-    return create_app(Settings.of({"control_dsn": "", "services": services, "users": users}), "controller").openapi()
+    app = create_app(Settings.of({"control_dsn": "", "services": services, "users": users}), "controller")
+    return operations.document(app.table.routes)
 
 
 @pytest.fixture

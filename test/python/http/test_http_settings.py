@@ -257,15 +257,6 @@ def test_a_password_that_is_not_utf8_or_empty_is_refused(monkeypatch: pytest.Mon
         Settings.of(GOOD | {"users": {"admin": {"password_env": "TEST_PASSWORD"}}})
 
 
-@LONG
-def test_an_empty_password_is_refused_on_a_terminal() -> None:
-    with commands.terminal("serve", "--hash-password") as screen:
-        screen.wait_for("Password: ")
-        screen.type("\x04")
-        assert screen.end() == 2
-        assert "pgqueue: the password is empty" in screen.seen
-
-
 def test_an_unusable_configuration_file_ends_serve_with_an_error(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text("control_dsn = ")

@@ -6,16 +6,15 @@ import asyncio
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+import pytest_asyncio
 from clients import PATIENCE, wait_for
-from served import ADMIN, SERVICE, Server, Site, in_process, locked, new_name, waiters
+from served import Server, Site, in_process, new_name
 
 import pgqueue
 from pgqueue._tasks import end_tasks
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
 
-
-LONG = pytest.mark.long(part="http")
+Connect = Callable[..., "Databases"]
 
 
 def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: int = 0, *estimates: str) -> QueueStats:
@@ -99,55 +97,63 @@ def sql(dsn: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql: psycopg.Connection[Any]) -> None:
+@pytest_asyncio.fixture
+async def connect(dsn: str, sql: psycopg.Connection[Any]) -> AsyncIterator[Callable[..., Databases]]:
+    """Makes the connections of a server whose service `one` has the database."""
+    opened = []
+
+    def make(options: str = "", **limits: Any) -> Databases:
+        service = Service("one", psycopg.conninfo.make_conninfo(dsn, options=options), (sql.info.dbname,))
+        opened.append(Databases(Settings("", {"one": service}, {}, limits=Limits(**limits))))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        await each.close()
+
+
+async def test_a_role_without_rights_on_tables_samples_totals(connect: Connect, sql: psycopg.Connection[Any]) -> None:
     name, role = new_name(), f"role_{new_name()[2:]}"
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.enqueue(%s, '1')", [name])
     sql.execute(f"create role {role}")
     sql.execute("select pgqueue.grant_access(%s, 'producer')", [role])
-    service = Service("one", psycopg.conninfo.make_conninfo(dsn, options=f"-c role={role}"), (sql.info.dbname,))
-    made = Databases(settings := Settings("", {"one": service}, {}))
-    sampler = Sampler(settings, made)
+    made = connect(f"-c role={role}")
+    sampler = Sampler(made._settings, made)
     try:
         assert await sampler.sample("one", sql.info.dbname)
         (sample,) = sampler.samples(("one", sql.info.dbname, name))
         assert sample.stats.enqueued_total == 1
         assert sampler.last_message_ids == {}
     finally:
-        await made.close()
         sql.execute("select pgqueue.revoke_access(%s, 'producer')", [role])
         sql.execute(f"drop role {role}")
 
 
 async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
-    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, entered, released = new_name(), asyncio.Event(), asyncio.Event()
-    service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(settings := Settings("", {"one": service}, {}))
-    sampler = Sampler(settings, made)
+    made = connect()
+    sampler = Sampler(made._settings, made)
 
     async def waiting(*_: Any) -> None:
         entered.set()
         await released.wait()
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Sampler, "_sweep", waiting)
-            late = asyncio.create_task(sampler.sample("one", sql.info.dbname))
-            await entered.wait()
-        sql.execute("select pgqueue.create_queue(%s)", [name])
-        assert await sampler.sample("one", sql.info.dbname)
-        released.set()
-        assert await late
-        assert sampler.samples(("one", sql.info.dbname, name))
-    finally:
-        await made.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "_sweep", waiting)
+        late = asyncio.create_task(sampler.sample("one", sql.info.dbname))
+        await entered.wait()
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    assert await sampler.sample("one", sql.info.dbname)
+    released.set()
+    assert await late
+    assert sampler.samples(("one", sql.info.dbname, name))
 
 
-async def test_a_large_statement_leaves_no_copy_of_its_body(dsn: str, sql: psycopg.Connection[Any]) -> None:
-    service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(Settings("", {"one": service}, {}))
+async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+    made = connect()
     body = b'"%s"' % (b"x" * LARGE_BYTES)
     before = sys.getrefcount(body)
     gc.disable()
@@ -158,17 +164,14 @@ async def test_a_large_statement_leaves_no_copy_of_its_body(dsn: str, sql: psyco
         assert sys.getrefcount(body) == before
     finally:
         gc.enable()
-        await made.close()
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
-    dsn: str, sql: psycopg.Connection[Any]
+    connect: Connect, sql: psycopg.Connection[Any]
 ) -> None:
     name = new_name()
-    service = Service("one", dsn, (sql.info.dbname,))
-    settings = Settings("", {"one": service}, {})
-    made = Databases(settings)
-    sampler = Sampler(settings, made)
+    made = connect()
+    sampler = Sampler(made._settings, made)
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     for number in (1, 2):
         sql.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -197,7 +200,6 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
     assert 1 < count < 10002
     assert await sampler.sample("one", sql.info.dbname)  # which goes on
     assert sql.execute(counted, [name]).fetchone() == (10002,)
-    await made.close()
 
 
 # Listeners
@@ -232,9 +234,8 @@ async def test_a_listener_unlistens_channels_without_waiters(
     await listeners.close()
 
 
-async def test_a_user_leaves_connections_to_other_users(dsn: str, sql: psycopg.Connection[Any]) -> None:
-    service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=5)))
+async def test_a_user_leaves_connections_to_other_users(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+    made = connect(connections=5)
     held, released = asyncio.Semaphore(0), asyncio.Event()
 
     async def use(user: str) -> None:
@@ -254,29 +255,32 @@ async def test_a_user_leaves_connections_to_other_users(dsn: str, sql: psycopg.C
         released.set()
         await asyncio.gather(*requests, return_exceptions=True)
         assert not any(each.exception() for each in requests if not each.cancelled())
-        await made.close()
 
 
-async def test_requests_with_large_bodies_run_one_at_a_time(dsn: str, sql: psycopg.Connection[Any]) -> None:
-    service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(Settings("", {"one": service}, {}))
+@pytest.mark.parametrize("kind", [{"is_large": True}, {"is_slow": True}], ids=["large", "slow"])
+async def test_requests_that_are_large_or_slow_leave_connections_to_others(
+    connect: Connect, sql: psycopg.Connection[Any], kind: dict[str, bool]
+) -> None:
+    """One large request runs at a time, and slow ones, such as searches of all users, have half of the connections."""
+    made = connect(connections=2)
 
     async def use() -> None:
-        async with made.target("one", sql.info.dbname, is_large=True):
+        begin(Caller("other"))
+        async with made.target("one", sql.info.dbname, **kind):
             pass
 
-    async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname, is_large=True):
+    async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname, **kind):
         waiting = asyncio.create_task(use())
+        begin(Caller("third"))
         async with made.target("one", sql.info.dbname) as connection:  # others do not wait
             await connection.execute("select 1")
         assert not waiting.done()
     async with asyncio.timeout(PATIENCE):
         await waiting
-    await made.close()
 
 
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
-    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     now, given_at = 0.0, 5.0
@@ -288,8 +292,7 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
             raise PoolTimeout
         return await give()
 
-    service = Service("one", dsn, (sql.info.dbname,))
-    made = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=3, request_seconds=9)))
+    made = connect(connect_seconds=3, request_seconds=9)
     async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname):
         pool = made._pools["one", sql.info.dbname]
     give = pool.connections.getconn
@@ -305,31 +308,6 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
             with pytest.raises(psycopg.OperationalError):
                 await made.target("one", sql.info.dbname).__aenter__()
             assert now == most
-    await made.close()
-
-
-@LONG
-def test_searches_of_two_users_leave_connections_to_the_database_to_others(site: Site, tmp_path: Path) -> None:
-    """The searches wait for a lock that does not concern the message that is sent meanwhile."""
-    users = {"one": ["reader:*"], "two": ["reader:*"], "sender": ["producer:*"]}
-    limits = {"connections": 6, "database_seconds": 600, "request_seconds": 600}
-    name = new_name()
-    with in_process(site.configuration(tmp_path, limits=limits, users=users)) as web:
-        web.create(name)
-        place = {"service": SERVICE, "database": site.databases[0], "name": name, "state": "dead", "id": "1"}
-
-        def search(user: str) -> int:
-            return web.get("/queue", params=place, auth=(user, ADMIN[1])).status_code
-
-        with ThreadPoolExecutor(16) as threads:
-            with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
-                searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
-                web.until(lambda: len(waiters(site.target, "%pgqueue.stats(%")) >= 3)  # of 6 connections
-                path = f"/v1/queues/{name}/enqueue"
-                answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
-                assert answer.status_code == 201, answer.text
-                assert not any(each.done() for each in searches)
-            assert [each.result(PATIENCE) for each in searches] == [200] * 16
 
 
 # Metrics of a server
@@ -349,15 +327,14 @@ def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     assert web.metric("pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
 
 
-@pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=LONG)])
-def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedicated: bool) -> None:
+def test_the_metrics_count_what_any_session_does(web: Server, site: Site) -> None:
     name = new_name()
     with psycopg.connect(site.target, autocommit=True) as connection:
 
         def total(what: str) -> float | None:
             return web.metric(f"pgqueue_messages_{what}_total", queue=name)
 
-        connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, dedicated])
+        connection.execute("select pgqueue.create_queue(%s)", [name])
         web.until(lambda: total("enqueued") == 0)
         web.until(lambda: web.metric("pgqueue_flow_counted", queue=name) == 1)
         ids = web.metric("pgqueue_message_ids_total", database=site.databases[0]) or 0
@@ -398,32 +375,3 @@ def test_the_throughput_of_a_queue_without_counters_is_unknown(web: Server, site
         assert web.metric(f"pgqueue_{each}", queue=name) is None
     row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
     assert re.findall(r'data-label="(?:In|Out)">.*?<span class="now">(.*?)</span>', row) == ["–", "–"]
-
-
-@LONG
-@pytest.mark.parametrize("table", ["pgqueue.messages where queue_name = '{}'", 'public."{}"'])
-def test_what_goes_out_is_unknown_while_sql_that_is_not_counted_deletes_messages(
-    web: Server, site: Site, table: str
-) -> None:
-    name = new_name()
-
-    def outgoing() -> tuple[Any, Any, str]:
-        """Whether the rate is known, the rate, and what the page shows."""
-        row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
-        shown = re.search(r'data-label="Out">.*?<span class="now">(.*?)</span>', row)
-        counted, rate = (web.metric(f"pgqueue_{each}", queue=name) for each in ("flow_counted", "out_per_second"))
-        return counted, rate, shown[1] if shown else ""
-
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        connection.execute("select pgqueue.create_queue(%s)", [name])
-        connection.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
-        web.until(lambda: outgoing() == (1, 0, "0/s"))
-
-        def consumed() -> bool:
-            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
-            connection.execute(f"delete from {table.format(name)}")
-            return outgoing() == (0, None, "–")
-
-        web.until(consumed)
-        web.until(lambda: outgoing() == (1, 0, "0/s"))  # some samples later nothing leaves
-        connection.execute("select pgqueue.unexpose_transport(%s)", [name])

@@ -1,7 +1,4 @@
-"""Managed queues over HTTP: a controller, its agents, direct routes, and a page that shows the queues.
-
-`create_app(Settings.load(path))` makes the application; `pgqueue serve` runs it. Needs `pgqueue-sql[http]`.
-"""
+"""Queues over HTTP: `create_app(Settings.load(path))` makes the application, and `pgqueue serve` runs it."""
 
 from .app import create_app
 from .security.users import User

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
@@ -36,15 +36,6 @@ class Application(Starlette):
         self.state.context = context
         self.table = Table(route for room in _ROOMS for route in room.ROUTES)
         self._edge = Edge(context, self.table, error_page)
-
-    @property
-    def routes(self) -> list[Any]:
-        """The routes of all rooms."""
-        return self.table.routes
-
-    def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document."""
-        return operations.document(self.table.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or the lifespan."""

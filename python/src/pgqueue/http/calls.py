@@ -1,8 +1,5 @@
-"""How a request becomes the call of a route: the table of routes, and what all routes share: the parts of the server,
-and the service and the database that a request names.
-
-A request passes through the edge, which knows its user, to its route in the table. The route checks the rights, then it
-reads the body, and then it returns its response.
+"""How a request becomes the call of a route: the table of routes, and what they share: the parts of the server, and the
+service, the database and the queue that a request names.
 """
 
 import asyncio
@@ -18,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 
 from .._listener import NotificationListeners
 from .databases import Databases
-from .decoding import check_shape, check_text, convert, decode
+from .decoding import convert, decode
 from .errors import ApiError, database_not_found, from_http_status, queue_not_found, service_not_found
 from .idempotency import EffectKey, fingerprint
 from .memory import BodyMemory, run_beside
@@ -96,10 +93,7 @@ def find_database(service: Service, name: str | None) -> str:
 
 
 def find_queue(context: Context, service: str | None, database: str | None, name: str) -> tuple[str, str, str]:
-    """The service, the database and the name of a queue. The database is not asked whether it exists.
-
-    Raises `ApiError`: 404, or 403 if the user lacks the access.
-    """
+    """The names of a queue, which need not exist. Raises `ApiError`: 404, or 403 if the user lacks the access."""
     found = find_service(context, service)
     place = found.id, find_database(found, database), name
     if not is_queue_name(name) or name == context.settings.tasks.queue:
@@ -133,10 +127,7 @@ class Call(Request):
         return memory
 
     async def json_of(self, model: type[T]) -> tuple[T, bytes]:
-        """The struct in the body, and the body without a byte order mark.
-
-        Raises `ApiError`, and `starlette.requests.ClientDisconnect`.
-        """
+        """The struct in the body, and the body. Raises `ApiError` and `ClientDisconnect`."""
         body = (await self.body()).removeprefix(_BOM)
         if not body:
             raise ApiError(422, "invalid", "body is missing; must be a JSON object", "body", None, "a JSON object")
@@ -144,13 +135,10 @@ class Call(Request):
         if not _JSON.fullmatch(kind):
             message = "the body must be a JSON object, sent as Content-Type: application/json"
             raise ApiError(400, "malformed_json", message, field="body")
-        return await run_beside(len(body), _read, model, body), body
+        return await run_beside(len(body), decode, model, body), body
 
     async def is_disconnected(self) -> bool:
-        """Whether the client has disconnected, as far as this is known without waiting.
-
-        Starlette's method takes as long as a small statement.
-        """
+        """Whether the client is known to have disconnected. Starlette's method takes as long as a small statement."""
         if not self._is_disconnected:
             receiving = cast("Coroutine[Any, Any, Message]", self.receive())
             try:
@@ -178,12 +166,6 @@ class Call(Request):
         body = await self.body()
         parts = self.method.encode(), self.scope["path"].encode(), self.scope["query_string"], body
         return EffectKey(f"user:{current().name}", key, await run_beside(len(body), fingerprint, *parts))
-
-
-def _read(model: type[T], body: bytes) -> T:
-    check_text(body)
-    check_shape(body)
-    return decode(model, body)
 
 
 Endpoint = Callable[[Call], Awaitable[ASGIApp]]
@@ -249,7 +231,7 @@ class Table:
         found = self._patterns[method].fullmatch(path) if method in self._patterns else None
         if found is None:
             is_known = any(pattern.fullmatch(path) for pattern in self._patterns.values())
-            raise from_http_status(405, "Method Not Allowed") if is_known else from_http_status(404, "")
+            raise from_http_status(405 if is_known else 404)
         route = self._of_method[method][(found.lastindex or 1) - 1]
         parts = zip(route.path.split("/"), path.split("/"), strict=True)
         return route, {name[1:-1]: part for name, part in parts if name.startswith("{")}

@@ -27,7 +27,7 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
 from .security.rights import current
-from .settings import Limits, Service, Settings
+from .settings import Limits, Settings
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
@@ -46,10 +46,7 @@ _CONTROL: Final = ("effects.sql", "registry.sql", "tokens.sql", "audit.sql")
 
 
 class _Connection(AsyncConnection[Any]):
-    """A connection that tells its pool whether it could be opened.
-
-    It has a cursor of its own: to make one costs as much as to run a small statement.
-    """
+    """A connection that tells its pool whether it could be opened. To make a cursor costs as much as a statement."""
 
     raw_cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
 
@@ -97,10 +94,7 @@ class _TimestampLoader(TimestamptzLoader):
 
 
 class _Pool:
-    """The connections to a database, and why the last attempt to connect failed, if it did.
-
-    Each user can have four fifths of the connections. Slow reads of all users together can have half of them.
-    """
+    """The connections to a database, four fifths of which a user can have, and half of which slow reads can have."""
 
     def __init__(self, place: Place, conninfo: str, limits: Limits) -> None:
         self.place = place
@@ -132,11 +126,9 @@ class _Pool:
         await connection.wait(set_up(connection, isolation + settings))
 
     async def _take(self) -> _Connection:
-        """A free connection. Raises the `psycopg.OperationalError` of the last attempt to connect after
-        `connect_seconds`, but at once if the database of a service does not exist, or refuses the role. If no attempt
-        has failed, raises `PoolTimeout` after `request_seconds`: another client can have delayed the connections.
-
-        The pool gives up after its first failed attempt, and starts again with the next call, so the call is repeated.
+        """A free connection. Raises the error of the last attempt to connect: after `connect_seconds`, but at once if
+        the database of a service does not exist, or refuses the role. Raises `PoolTimeout` after `request_seconds` if
+        no attempt has failed. The pool gives up after its first failed attempt, so the call is repeated.
         """
         began = time.monotonic()
         while True:
@@ -153,10 +145,8 @@ class _Pool:
     async def lease(self, *turns: asyncio.Semaphore, is_large: bool = False) -> AsyncIterator[_Connection]:
         """A connection for a block, when it is the turn of the request. Raises the errors of `_take`.
 
-        Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the
-        block has done is committed also if it raises an exception, as in autocommit mode; but after an error of a
-        statement all is rolled back. So a block that goes on after such an error needs a transaction of its own around
-        the statement.
+        Behind a pooler the block is a transaction with its settings, which is committed also if the block raises an
+        exception. A block that goes on after an error of a statement needs a transaction around that statement.
         """
         taken: list[asyncio.Semaphore] = []
         try:
@@ -189,10 +179,9 @@ class _Pool:
 
 
 class Databases:
-    """The connections to all databases. A pool is made when it is first used, and opens in the background.
+    """The connections to all databases. A pool is made when it is first used.
 
-    `migrated` are the databases that are known to have the tables of the server, and `large_queues` the queues that are
-    known to have had large messages.
+    `migrated` are the databases that have the tables of the server, and `large_queues` those that had large messages.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -205,18 +194,13 @@ class Databases:
         self._asked_at = -_HOLDS_SECONDS
         self._is_reached = False
 
-    def service(self, id: str) -> Service:
-        """The service with this id. Raises `ApiError` 404."""
-        service = self._settings.services.get(id)
-        if service is None:
-            raise service_not_found(id)
-        return service
-
     def conninfo(self, place: Place) -> str:
         """The connection string of a database, for a connection outside of the pool. Raises as `target` does."""
         dsn, limits = self._settings.control_dsn, self._settings.limits
         if place is not None:
-            service, database = self.service(place[0]), place[1]
+            service, database = self._settings.services.get(place[0]), place[1]
+            if service is None:
+                raise service_not_found(place[0])
             if database not in service.databases:
                 raise database_not_found(database, service.databases)
             dsn = make_conninfo(service.dsn, dbname=database)
@@ -235,7 +219,7 @@ class Databases:
                     async with self.control() as connection:
                         await connection.execute("select 1")
                     self._is_reached = True
-                except (psycopg.Error, PoolTimeout, OSError):
+                except (psycopg.Error, OSError):
                     self._is_reached = False
                 self._asked_at = time.monotonic()
             return self._is_reached
@@ -247,12 +231,12 @@ class Databases:
     def target(
         self, service: str, database: str, prepare: bool = False, is_slow: bool = False, is_large: bool = False
     ) -> AbstractAsyncContextManager[Connection]:
-        """A connection to a database of a service, in autocommit mode.
+        """A connection to a database of a service, in autocommit mode. Raises `ApiError` 404, `psycopg.Error` and
+        `PoolTimeout`.
 
-        With `prepare`, pgqueue and the tables of the server are installed where they are missing. A request that may
-        take seconds says so by `is_slow`: all such requests together get half of the connections. One that sends or may
-        read over `LARGE_BYTES` says so by `is_large`: one of them runs at a time. Raises `ApiError` 404 for a service
-        or database that is not there, `psycopg.OperationalError` if it cannot be reached, and `PoolTimeout`.
+        With `prepare`, pgqueue and the tables of the server are installed where they are missing. Requests that may
+        take seconds (`is_slow`) get half of the connections. Of those that send or may read over `LARGE_BYTES`
+        (`is_large`), one runs at a time.
         """
         pool = self._pool((service, database))
         if prepare:
@@ -270,10 +254,16 @@ class Databases:
     async def _prepared(self, pool: _Pool, is_large: bool) -> AsyncIterator[Connection]:
         if pool.place not in self.migrated:
             async with pool.lease() as connection:
-                await _install(connection)
                 await _migrate(connection, _TARGET if pool.place else _CONTROL)
                 if pool.place is None:
-                    await self._create_task_queue(connection)
+                    tasks = self._settings.tasks
+                    await AsyncQueue(connection, tasks.queue).create_queue(
+                        max_attempts=tasks.max_attempts,
+                        group_limit=_TASKS_OF_A_USER,
+                        backoff_base=timedelta(seconds=0.5),
+                        backoff_max=timedelta(seconds=30),
+                        if_not_exists=True,
+                    )
             self.migrated.add(pool.place)
         async with pool.lease(*([self._large] if is_large else []), is_large=is_large) as connection:
             try:
@@ -284,16 +274,6 @@ class Databases:
                     raise
                 self.migrated.discard(pool.place)  # the database was replaced: install at the next use
                 raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
-
-    async def _create_task_queue(self, connection: Connection) -> None:
-        tasks = self._settings.tasks
-        await AsyncQueue(connection, tasks.queue).create_queue(
-            max_attempts=tasks.max_attempts,
-            group_limit=_TASKS_OF_A_USER,
-            backoff_base=timedelta(seconds=0.5),
-            backoff_max=timedelta(seconds=30),
-            if_not_exists=True,
-        )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -313,9 +293,8 @@ def _settings(limits: Limits) -> list[bytes]:
 
 
 def _transaction_settings(limits: Limits) -> bytes:
-    """Begin a transaction with the settings that other connections have for their session.
-
-    The styles may have been changed by another client of the pooler, which need not tell this one.
+    """Begin a transaction with the settings that other connections have for their session, and the styles, which
+    another client of the pooler may have changed.
     """
     settings = [*_settings(limits), b"DateStyle = ISO", b"IntervalStyle = postgres", b"client_encoding = UTF8"]
     return b"begin isolation level read committed; set local " + b"; set local ".join(settings)
@@ -327,20 +306,16 @@ async def _check(connection: Connection) -> None:
         raise psycopg.OperationalError("the server closed the connection")
 
 
-async def _install(connection: Connection) -> None:
-    """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
+async def _migrate(connection: Connection, steps: tuple[str, ...]) -> None:
+    """Install pgqueue unless the database has it, as an extension if the server offers it, and run the steps that have
+    not run here yet. A lock serializes the processes.
+    """
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
         cursor = await connection.execute(FIND_INSTALLATION)
         script = missing_installation(*(await cursor.fetchone() or (False, False)))
         if script is not None:
             await connection.execute(script.encode())
-
-
-async def _migrate(connection: Connection, steps: tuple[str, ...]) -> None:
-    """Run the steps that have not run in this database yet, in one transaction. A lock serializes the processes."""
-    async with connection.transaction():
-        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
         cursor = await connection.execute(
             "select to_regclass('pgqueue_http.migrations') is null, exists (select from pg_namespace n"
             " where n.nspname = 'pgqueue_http' and pg_has_role(n.nspowner, 'usage'))"
@@ -354,9 +329,7 @@ async def _migrate(connection: Connection, steps: tuple[str, ...]) -> None:
                 "step text primary key, done_at timestamptz not null default now())"
             )
         for step in steps:
-            cursor = await connection.execute(
-                "insert into pgqueue_http.migrations (step) values (%s) on conflict do nothing", [step]
-            )
-            if cursor.rowcount:
-                script = Path(__file__).with_name("sql") / step
-                await connection.execute(script.read_bytes())
+            insert = "insert into pgqueue_http.migrations (step) values (%s) on conflict do nothing"
+            if (await connection.execute(insert, [step])).rowcount:
+                script = (Path(__file__).with_name("sql") / step).read_text()
+                await connection.execute(script.encode())

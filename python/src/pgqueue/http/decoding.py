@@ -50,13 +50,22 @@ class Violation(ValueError):
 
 
 def decode(model: type[T], body: bytes) -> T:
-    """The struct in a body that `check_text` and `check_shape` have passed. Raises `ApiError`: 400 or 422."""
+    """The struct in a body. Raises `ApiError`: 400, 413, 415 or 422."""
+    if body.startswith(_GZIP):
+        message = "the body is compressed with gzip: send it without compression"
+        raise ApiError(415, "unsupported_encoding", message, "body", "gzip", "JSON in UTF-8, without compression")
+    try:
+        if not body.isascii():
+            body.decode()
+    except UnicodeDecodeError:
+        raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
+    check_shape(body)
     decoder: msgspec.json.Decoder[T] = _decoder(cast("Any", model))
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         found = error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError):
         raise _malformed(body) from None
     if "got `float`" in str(found):  # JSON has no integer type: 30.0 is accepted, too
         try:
@@ -106,18 +115,6 @@ def _read(body: bytes) -> Any:
         parse_float=_number,
         parse_int=lambda text: int(text) if len(text) < 1000 else text,
     )
-
-
-def check_text(body: bytes) -> None:
-    """Raise `ApiError` for a body that is no text: 415 if it is compressed, 400 if it is not UTF-8."""
-    if body.startswith(_GZIP):
-        message = "the body is compressed with gzip: send it without compression"
-        raise ApiError(415, "unsupported_encoding", message, "body", "gzip", "JSON in UTF-8, without compression")
-    if not body.isascii():
-        try:
-            body.decode()
-        except UnicodeDecodeError:
-            raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
 
 
 def check_shape(body: bytes) -> None:
@@ -198,7 +195,8 @@ def _explanation(error: msgspec.ValidationError, model: Any, value: Any) -> ApiE
     """The error that names the field, its value, and what it must be."""
     found = _PLACE.fullmatch(str(error))
     assert found is not None  # noqa: S101 - it matches every text
-    said, steps = found["said"], _steps(found["place"] or "")
+    said, places = found["said"], _STEP.findall(found["place"] or "")
+    steps: list[str | int] = [name or (int(index) if index != "..." else index) for name, index in places]
     if not steps and said.startswith("Expected `object`"):
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, "malformed_json", message, field="body")
@@ -217,10 +215,6 @@ def _explanation(error: msgspec.ValidationError, model: Any, value: Any) -> ApiE
         problem, limit = "is invalid", _limit(said, _schema(model, steps))
     field = _field(steps) or "body"
     return ApiError(422, "invalid", f"{field} {problem}; must be {limit}", field, _at(value, steps), limit)
-
-
-def _steps(place: str) -> list[str | int]:
-    return [name or (int(index) if index != "..." else index) for name, index in _STEP.findall(place)]
 
 
 def _at(value: Any, steps: Sequence[str | int]) -> Any:

@@ -1,6 +1,5 @@
-"""The edge of the server: what every request passes before its route, and what its response passes after it.
-
-Here are authentication, the limits of time, size and number of requests, the errors, and the security headers.
+"""What every request passes before its route, and its response after it: authentication, the limits of time, size and
+number of requests, the errors, and the security headers.
 """
 
 import asyncio
@@ -11,14 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import psycopg
-from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .calls import Call, Context, Route, Table
 from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
-from .errors import ApiError, error_body, from_database_error, from_http_status, overloaded
+from .errors import ApiError, error_body, from_database_error, overloaded
 from .idempotency import Answer
 from .memory import PART_BYTES, BodyMemory
 from .security.audit import Audit
@@ -43,7 +40,7 @@ _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
 )
-_DATABASE_ERRORS: Final = (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError)
+_DATABASE_ERRORS: Final = (psycopg.Error, ConnectionError)
 ErrorPage = Callable[[Scope, ApiError], ASGIApp]
 
 
@@ -117,8 +114,6 @@ class Edge:
         return user
 
     async def _respond_to(self, error: Exception, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
-        if isinstance(error, HTTPException):  # of a file
-            error = from_http_status(error.status_code, str(error.detail), error.headers)
         answer = error if isinstance(error, ApiError) else from_database_error(error)
         if not isinstance(error, (ApiError, *_DATABASE_ERRORS)):
             logger.exception("%s failed", scope["method"])
@@ -135,10 +130,8 @@ class Edge:
 
 
 class _ResponseSender:
-    """Sends the response of a route, or an error in its place, with the security headers.
-
-    A large response is sent in parts, each when the client has read most of the previous ones: its memory is counted
-    meanwhile.
+    """Sends the response of a route, or an error in its place, with the security headers. A large one is sent in parts,
+    as the client reads them: its memory is counted meanwhile.
     """
 
     def __init__(self, send: Send, with_body: bool, memory: BodyMemory) -> None:

@@ -85,10 +85,7 @@ async def enqueue_messages(
     is_one: bool = False,
     is_plain: bool = True,
 ) -> list[int]:
-    """Enqueue the messages of a request, all or none. Returns their ids in the order of the request.
-
-    Plain messages have a payload, headers and a delay only.
-    """
+    """Enqueue the messages of a request, all or none. Plain ones have a payload, headers and a delay only."""
     statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
@@ -112,9 +109,8 @@ def are_large(messages: Sequence[object], body: bytes) -> bool:
 async def naming(
     connect: Callable[[], AbstractAsyncContextManager[AsyncConnection[Any]]], contents: Sequence[Any], each: str = ""
 ) -> AsyncIterator[None]:
-    """Name what PostgreSQL refuses: the field of the first message that has the value, or the size, of the error.
-
-    `each` is the name of one message, with {} for its place. Raises `ApiError` in place of such an error.
+    """Raise `ApiError` for what PostgreSQL refuses, with the field of the first message that has the value, or the
+    size, of the error. `each` is the name of one message, with {} for its place.
     """
     try:
         yield

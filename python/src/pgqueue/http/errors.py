@@ -1,5 +1,6 @@
 """Errors as responses: one JSON form that names the code, the message, the field, its value and the limit."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,11 @@ from ..errors import (
 )
 
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
-_CODES: Final = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
+_STATUSES: Final = {
+    404: ("not_found", "the path does not exist"),
+    405: ("method_not_allowed", "Method Not Allowed"),
+    500: ("internal_error", "an internal error; see the log of the server"),
+}
 _LOCKED: Final = "another transaction has locked what the request changes"
 _NOT_INSTALLED: Final = "pgqueue is not installed in this database, so it has no queues"
 # libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
@@ -45,31 +50,21 @@ _QUOTED: Final = re.compile("'(.*?)'")
 _SIZES: Final = re.compile(r"([\w\[\]]+) of (\d+) bytes? is over the limit of (\d+) byte")
 
 
+@dataclasses.dataclass(eq=False)
 class ApiError(Exception):
-    """An error response.
+    """An error response."""
 
-    `code` is a stable word. `field` is the part of the request that is wrong, `value` its value, shortened, and `limit`
-    what is allowed; each is None if it does not apply.
-    """
+    status: int
+    code: str  # a stable word
+    message: str
+    field: str | None = None  # the part of the request that is wrong
+    value: object = None  # of the field, which is shortened
+    limit: str | None = None  # what is allowed
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        field: str | None = None,
-        value: object = None,
-        limit: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.field = field
-        self.value = shorten(value)
-        self.limit = limit
-        self.headers = dict(headers or {})
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        self.value = shorten(self.value)
 
 
 def shorten(value: object) -> str | int | float | bool | None:
@@ -110,10 +105,9 @@ def queue_not_found(name: str) -> ApiError:
     return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
-def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """The error for an HTTP status that the framework raises, such as 404 for an unknown path."""
-    message = "the path does not exist" if status == 404 else detail
-    return ApiError(status, _CODES.get(status, "error"), message, headers=headers)
+def from_http_status(status: int) -> ApiError:
+    """The error for what no route answers: 404, 405 or 500."""
+    return ApiError(status, *_STATUSES[status])
 
 
 def connection_sqlstate(error: BaseException) -> str | None:
@@ -161,7 +155,7 @@ def _field(argument: str) -> str:
 def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
     """The error, which says when to try again if that helps."""
     may_help = status == 503 or message.endswith("try again")
-    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
+    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else {})
 
 
 def from_database_error(error: BaseException) -> ApiError:
@@ -197,4 +191,4 @@ def from_database_error(error: BaseException) -> ApiError:
         return _answer(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
     if is_trouble(error):
         return _answer(503, "database_unavailable", "the database cannot be reached now: try again")
-    return from_http_status(500, "an internal error; see the log of the server")
+    return from_http_status(500)

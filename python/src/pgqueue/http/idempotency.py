@@ -60,12 +60,9 @@ def fingerprint(*parts: bytes) -> bytes:
 async def run_once(
     connection: AsyncConnection[Any], key: EffectKey | None, effect: Callable[[], Awaitable[Answer]]
 ) -> Answer:
-    """Run an effect once in a transaction of this connection, or return the response that is stored for its key.
+    """Run an effect once in a transaction, or return the response that is stored for its key. Without a key, run it.
 
-    If another transaction runs the effect with the same key, wait for its end. Without a key the effect runs directly,
-    in the transactions that it begins itself.
-
-    Raises `ApiError`: 422 if the key was used for another request, 409 if the wait for the other transaction timed out.
+    Raises `ApiError`: 422 if the key was used for another request, 409 if another transaction uses it for too long.
     """
     if key is None:
         return await effect()

@@ -32,10 +32,8 @@ class BodyMemory:
         self._user = ""
 
     def take(self, size: int) -> None:
-        """Add bytes.
-
-        Raises `ApiError` 503 if the bodies of the user then take more than four fifths of what those of other users
-        leave of `BODIES_LIMIT`. So there is always a rest for a further user.
+        """Add bytes. Raises `ApiError` 503 if the bodies of the user then take more than four fifths of what those of
+        other users leave of `BODIES_LIMIT`.
         """
         if not self._taken:
             self._user = current().name

@@ -1,7 +1,4 @@
-"""Samples every queue periodically, for the page and for the metrics: requests for them cost the databases nothing.
-
-The metrics of Prometheus are the depths of the last sample, and counters of this process.
-"""
+"""Samples every queue periodically, for the page and for the metrics: requests for them cost the databases nothing."""
 
 import asyncio
 import logging
@@ -18,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
-from psycopg_pool import PoolTimeout
 
 from .._tasks import end_tasks
 from ..client import AsyncQueue, AsyncQueues
@@ -62,10 +58,9 @@ Samples = tuple["Sample", ...]  # of a queue, the oldest first
 
 
 class Sample(NamedTuple):
-    """A sample of a queue, and its rates over the last few samples; None where unknown.
+    """A sample of a queue, at a time in monotonic seconds, and its rates over the last few samples.
 
-    `at` is in seconds of the monotonic clock. `change` is that of the depth, and `incoming` and `outgoing` are sent and
-    acknowledged messages, all in messages per second.
+    They are the change of the depth, and what was sent and acknowledged, in messages a second; None where unknown.
     """
 
     at: float
@@ -85,10 +80,8 @@ class Sample(NamedTuple):
         return self.stats.oldest_age_seconds or 0.0
 
     def since(self, earlier: "Sample") -> "Sample":
-        """The same sample with the rates since an earlier one.
-
-        Throughput is unknown if the queue has no counters. What goes out is also unknown if most of the messages that
-        left the queue are in no total, as is so with plain SQL.
+        """The same sample with the rates since an earlier one. What goes out is also unknown if most of the messages
+        that left the queue are in no total, as is so with plain SQL.
         """
         seconds = max(self.at - earlier.at, 0.001)
         grown = self.depth - earlier.depth
@@ -116,10 +109,9 @@ def extended(samples: Samples, at: float, stats: QueueStats) -> Samples:
 
 
 class Sampler:
-    """Samples every database of every service. `failing` holds the databases whose last sample failed.
+    """Samples every database of every service. `failing` are those whose last sample failed.
 
-    `last_message_ids` has the last id of each database that the role may read. Ids count all messages ever sent, those
-    of rolled back transactions included.
+    `last_message_ids` has the last id of each database that the role may read: messages ever sent, or rolled back.
     """
 
     def __init__(self, settings: Settings, databases: Databases) -> None:
@@ -161,9 +153,8 @@ class Sampler:
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
 
     async def _sweep(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
-        """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so.
-
-        The figure of dead letters includes both. So a queue whose figure has changed is swept, and others each minute.
+        """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so. The figure of
+        dead letters includes both: a queue is swept when it has changed, and each minute.
         """
         for stats in found:
             key, now = (*place, stats.queue_name), time.monotonic()
@@ -186,7 +177,7 @@ class Sampler:
                 ((last,),) = await (await connection.execute(_LAST_ID)).fetchall()
         except NO_SCHEMA:
             found, last = [], None  # pgqueue is not installed there yet
-        except (psycopg.Error, PoolTimeout, OSError) as error:
+        except (psycopg.Error, OSError) as error:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be sampled: %s", *place, type(error).__name__)
             self.failing.add(place)
@@ -255,8 +246,8 @@ class Metrics:
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
-        # The counter of each label set, and when it last counted, in monotonic seconds: `labels` takes longer.
-        self._counters: dict[tuple[str, str, str, str], tuple[Counter, float]] = {}
+        self._message_counter = cache(self._messages.labels)
+        self._counted_at: dict[tuple[str, str, str, str], float] = {}  # monotonic seconds, by labels of `_messages`
         self._tasks = Counter(
             "pgqueue_http_tasks",
             "Tasks that this agent has completed or failed.",
@@ -272,19 +263,18 @@ class Metrics:
     def _remove_gone_queues(self) -> None:
         """Remove the counters of dropped queues: otherwise their number would grow without limit."""
         there = {place for place, _ in self._sampler.all_samples()}
-        for labels, (_, at) in list(self._counters.items()):
+        for labels, at in list(self._counted_at.items()):
             if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
-                del self._counters[labels]
+                del self._counted_at[labels]
                 self._messages.remove(*labels)
+                self._message_counter.cache_clear()
 
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
         """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
-            known = self._counters.get(labels)
-            counter = self._messages.labels(*labels) if known is None else known[0]
-            self._counters[labels] = counter, time.monotonic()
-            counter.inc(number)
+            self._counted_at[labels] = time.monotonic()
+            self._message_counter(*labels).inc(number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""

@@ -3,21 +3,21 @@
 import asyncio
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 
 from .. import __version__
 from .calls import Call, Route, Routes, Table
-from .errors import ApiError
+from .errors import ApiError, from_http_status
 from .page.rendering import TEMPLATES
 from .security.rights import NOTHING, Need
 
 ROUTES: Final = Routes()
-_FILES: Final = StaticFiles(packages=[("pgqueue.http.page", "static")])
+_FILES: Final = {each.name: each for each in (Path(__file__).parent / "page/static").iterdir()}
 _DESCRIPTION: Final = """Queues in PostgreSQL, managed and used over HTTP.
 
 Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
@@ -82,7 +82,9 @@ async def metrics(call: Call) -> PlainTextResponse:
 @ROUTES.add("GET", "/static/{file}", NOTHING)
 async def static(call: Call) -> Response:
     """A file that pages load."""
-    return await _FILES.get_response(call.names["file"], call.scope)
+    if (file := _FILES.get(call.names["file"])) is None:
+        raise from_http_status(404)
+    return FileResponse(file)
 
 
 @ROUTES.add("GET", "/openapi.json", NOTHING)

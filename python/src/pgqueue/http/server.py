@@ -38,10 +38,8 @@ _FILES: Final = 110_000  # that the process may open if the system allows it
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A client connection that is closed if it sends too many bytes that are no body: request line and headers, and
-    what may stand between the chunks of a body and after them.
-
-    uvicorn bounds them only with its parser in Python, which needs half as much CPU time again for each request.
+    """A client connection that is closed if it sends too many bytes that are no body. uvicorn bounds them only with its
+    parser in Python, which needs half as much CPU time again for each request.
     """
 
     _other = 0  # bytes that are no body, as far as they exceed twice the body
@@ -154,8 +152,7 @@ def serve(
     """Serve on the sockets of `listen` until a signal, and close them; `started` is called with host and port of each.
 
     Running requests get `grace_seconds` to end. `forwarded_allow_ips` are the addresses of reverse proxies, with commas
-    between them. The address of a client is then that in their header `X-Forwarded-For`. The role `agent` needs no
-    sockets.
+    between them, which say by `X-Forwarded-For` who the client is. The role `agent` needs no sockets.
     """
     # Any client can cause their warnings, and the parts of the server report an unreachable database themselves.
     for chatty in ("psycopg.pool", "uvicorn"):

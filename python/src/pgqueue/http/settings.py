@@ -27,10 +27,7 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A PostgreSQL server: its id, its DSN, and the databases in which queues may be created.
-
-    The first database is the service's default. The DSN is not in the repr, because it may contain a password.
-    """
+    """A PostgreSQL server: its id, its DSN, and the databases for queues, the first of which is the default."""
 
     id: str
     dsn: str = field(repr=False)
@@ -38,12 +35,7 @@ class Service:
 
 
 class Tasks(Struct, frozen=True, forbid_unknown_fields=True):
-    """How tasks reach agents.
-
-    `queue` is the name of the task queue in the control database. `visibility_timeout_seconds` is the time after which
-    the task of a killed agent goes to another agent. `concurrency` is the number of tasks that an agent runs at a time.
-    `max_attempts` is how often a task is tried while its database cannot be reached.
-    """
+    """How tasks reach agents: the settings `tasks` of the README."""
 
     queue: str = "pgqueue-http-tasks"
     visibility_timeout_seconds: Annotated[int, Meta(ge=1, le=43200)] = 30
@@ -52,13 +44,7 @@ class Tasks(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of requests; times in seconds.
-
-    `request_seconds` bounds a request, `database_seconds` a statement, and `connect_seconds` the wait for a connection.
-    `connections` is the size of the pool of each database. `client_connections` bounds the requests that run at a time.
-    `sample_seconds` is the interval between samples for the page and the metrics. `user_requests_per_second` can only
-    be 0: a reverse proxy bounds the rate. `session_seconds` is how long a log-in to the page lasts.
-    """
+    """Limits of requests, with times in seconds: the settings `limits` of the README."""
 
     request_seconds: Annotated[float, Meta(ge=1, le=600)] = 30.0
     database_seconds: Annotated[float, Meta(ge=1, le=600)] = 15.0
@@ -95,10 +81,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. `control_dsn` is the database of the registry.
-
-    `session_key` signs the sessions of the page; servers that share it accept the sessions of each other.
-    """
+    """The configuration, as the README describes it."""
 
     control_dsn: str = field(repr=False)
     services: Mapping[str, Service]

@@ -35,10 +35,8 @@ _COLUMNS: Final = {
 
 
 def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
-    """The statement whose row is a number of structs, and the JSON text of an object that lists them. `more` is a
-    column.
-
-    PostgreSQL writes the JSON of each message, at a tenth of the CPU time that Python takes.
+    """The statement that lists structs, and a column `more`, as JSON: the number and the text. PostgreSQL writes it at
+    a tenth of the CPU time that Python takes.
     """
     columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
     rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants

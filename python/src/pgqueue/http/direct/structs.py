@@ -71,6 +71,11 @@ def storable_text(text: str | None) -> str | None:
     return None if text is None else text.replace("\x00", "")
 
 
+def _struct(name: str, doc: str, base: type[Struct] = Struct, /, **members: Any) -> Any:
+    """A struct without defaults, which OpenAPI documents."""
+    return defstruct(name, list(members.items()), bases=(base,), namespace={"__doc__": doc})
+
+
 class Request(Struct, forbid_unknown_fields=True):
     """The body of a request. It has no other fields. Headers are an object, null or absent."""
 
@@ -112,20 +117,24 @@ def is_plain(message: DirectMessage) -> bool:
     return bool(_more(message) == _NO_MORE)
 
 
-class Topic(Request):
-    """A topic, or a pattern of topics."""
-
-    topic: Annotated[
+Topic = _struct(
+    "Topic",
+    "A topic, or a pattern of topics.",
+    Request,
+    topic=Annotated[
         Name, Meta(description="Words joined by dots; the word * stands for one word, # for any number of words")
-    ]
-
-
-class Subscribe(Topic):
-    """Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on."""
-
-
-class Unsubscribe(Topic):
-    """End the subscription of the queue to exactly this topic or pattern. Messages that were published before stay."""
+    ],
+)
+Subscribe = _struct(
+    "Subscribe",
+    "Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on.",
+    Topic,
+)
+Unsubscribe = _struct(
+    "Unsubscribe",
+    "End the subscription of the queue to exactly this topic or pattern. Messages that were published before stay.",
+    Topic,
+)
 
 
 class Publish(DirectMessage, kw_only=True):
@@ -175,15 +184,14 @@ class Claimed(Request):
     claim_token: UUID
 
 
-class Ack(Claimed):
-    """Acknowledge a message: it is done and deleted. 410 if the claim was lost."""
-
-
-class AckBatch(Request):
-    """Acknowledge messages of one claim. Returns how many were still claimed."""
-
-    ids: Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)]
-    claim_token: UUID
+Ack = _struct("Ack", "Acknowledge a message: it is done and deleted. 410 if the claim was lost.", Claimed)
+AckBatch = _struct(
+    "AckBatch",
+    "Acknowledge messages of one claim. Returns how many were still claimed.",
+    Request,
+    ids=Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)],
+    claim_token=UUID,
+)
 
 
 class Nack(Claimed):
@@ -236,16 +244,18 @@ class Redrive(Ids):
     to_queue: Annotated[str, Meta(description="Send them to this queue; needs admin access to it, too")] | None = None
 
 
-class Cancel(Request):
-    """Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone."""
-
-    id: Id
-
-
-class CancelByKey(Request):
-    """Remove the message that has a `dedup_key`, as `cancel` does, and make the key free."""
-
-    dedup_key: Key
+Cancel = _struct(
+    "Cancel",
+    "Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone.",
+    Request,
+    id=Id,
+)
+CancelByKey = _struct(
+    "CancelByKey",
+    "Remove the message that has a `dedup_key`, as `cancel` does, and make the key free.",
+    Request,
+    dedup_key=Key,
+)
 
 
 class Reschedule(Request):
@@ -261,12 +271,12 @@ class ScheduleName(Request):
     name: Name
 
 
-class DropSchedule(ScheduleName):
-    """Drop a schedule. Messages that were claimed stay."""
-
-
-class RunSchedule(ScheduleName):
-    """Send the message of a schedule now, also if the schedule is paused. Its ticks stay as they are."""
+DropSchedule = _struct("DropSchedule", "Drop a schedule. Messages that were claimed stay.", ScheduleName)
+RunSchedule = _struct(
+    "RunSchedule",
+    "Send the message of a schedule now, also if the schedule is paused. Its ticks stay as they are.",
+    ScheduleName,
+)
 
 
 class AlterSchedule(ScheduleName):
@@ -310,11 +320,6 @@ class Page(Where):
 # Responses. These structs are for OpenAPI, and name the columns of statements.
 
 
-def _answer(name: str, doc: str, base: type[Struct] = Struct, /, **columns: Any) -> Any:
-    """A struct that OpenAPI documents."""
-    return defstruct(name, list(columns.items()), bases=(base,), namespace={"__doc__": doc})
-
-
 def _list_of(model: Any) -> Any:
     return list[model]
 
@@ -326,45 +331,45 @@ def _columns(model: Any) -> dict[str, Any]:
     return found
 
 
-ClaimedMessage = _answer(
+ClaimedMessage = _struct(
     "ClaimedMessage",
     "A message: either `payload`, or a `body` in base64 with a `payload` of null.",
     **_columns(Message),
 )
-ClaimedFromQueue = _answer(
+ClaimedFromQueue = _struct(
     "ClaimedFromQueue", "A message, and the queue under which it is settled.", ClaimedMessage, queue_name=str
 )
-ClaimedMessages = _answer(
+ClaimedMessages = _struct(
     "ClaimedMessages", "The claimed messages; empty if none was ready.", messages=_list_of(ClaimedMessage)
 )
-ClaimedFromQueues = _answer(
+ClaimedFromQueues = _struct(
     "ClaimedFromQueues",
     "The claimed messages, by queue; empty if none was ready. Those of one queue have the same `claim_token`.",
     messages=_list_of(ClaimedFromQueue),
 )
-DeadLetter = _answer("DeadLetter", "A dead letter: the message, why and when it died.", **_columns(DeadMessage))
-DeadLetters = _answer(
+DeadLetter = _struct("DeadLetter", "A dead letter: the message, why and when it died.", **_columns(DeadMessage))
+DeadLetters = _struct(
     "DeadLetters",
     "Dead letters by id. For the next page give the last id as `after_id`.",
     dead_messages=_list_of(DeadLetter),
 )
-Count = _answer("Count", "The number of messages that were changed, or sent.", count=int)
-Done = _answer("Done", "The message that was changed.", id=int)
-SettledClaims = _answer(
+Count = _struct("Count", "The number of messages that were changed, or sent.", count=int)
+Done = _struct("Done", "The message that was changed.", id=int)
+SettledClaims = _struct(
     "SettledClaims",
     "For each claim, in the order of the request: the message, and whether the claim was still valid.",
     claims=_list_of(SettledClaim),
 )
-Cancelled = _answer("Cancelled", "Whether a message was removed. It was not if it is claimed or gone.", cancelled=bool)
-Rescheduled = _answer("Rescheduled", "Whether a message that was not ready is due at another time.", rescheduled=bool)
-NextTick = _answer(
+Cancelled = _struct("Cancelled", "Whether a message was removed. It was not if it is claimed or gone.", cancelled=bool)
+Rescheduled = _struct("Rescheduled", "Whether a message that was not ready is due at another time.", rescheduled=bool)
+NextTick = _struct(
     "NextTick", "The time of the next tick of a schedule; null if the schedule is paused.", next_at=Moment | None
 )
-Dropped = _answer("Dropped", "Whether there was such a schedule.", dropped=bool)
-Schedules = _answer("Schedules", "The schedules of a queue, by name.", schedules=list[Schedule])
-Subscribed = _answer("Subscribed", "Whether the subscription is new.", subscribed=bool)
-Unsubscribed = _answer("Unsubscribed", "Whether there was such a subscription.", unsubscribed=bool)
-Subscriptions = _answer("Subscriptions", "The subscriptions of a queue, by topic.", subscriptions=list[Subscription])
+Dropped = _struct("Dropped", "Whether there was such a schedule.", dropped=bool)
+Schedules = _struct("Schedules", "The schedules of a queue, by name.", schedules=list[Schedule])
+Subscribed = _struct("Subscribed", "Whether the subscription is new.", subscribed=bool)
+Unsubscribed = _struct("Unsubscribed", "Whether there was such a subscription.", unsubscribed=bool)
+Subscriptions = _struct("Subscriptions", "The subscriptions of a queue, by topic.", subscriptions=list[Subscription])
 
 
 class DirectStats(QueueStats):
@@ -382,12 +387,12 @@ def _setting(name: str, kind: Any) -> tuple[str, Any]:
 
 
 _SETTINGS: Final = [(each.name, each.type) for each in fields(QueueInfo)]
-QueueSettings = _answer(
+QueueSettings = _struct(
     "QueueSettings",
     "A queue with its settings, as the SQL type; intervals in seconds.",
     **dict(_setting(*each) for each in _SETTINGS),
 )
-ListedSettings = _answer("ListedSettings", "The queues of a database, by name.", queues=_list_of(QueueSettings))
+ListedSettings = _struct("ListedSettings", "The queues of a database, by name.", queues=_list_of(QueueSettings))
 
 
 def settings_of(queue: QueueInfo) -> Any:

@@ -1,6 +1,5 @@
 """The verbs of a queue: how one becomes a route, and a table of those that only call the SQL function of their name.
-
-The struct of a body yields the checks, the schema, and the arguments; the struct of an answer says what the result is.
+The struct of a body yields the checks, the schema and the arguments.
 """
 
 from collections.abc import Awaitable, Callable
@@ -50,10 +49,7 @@ class Target:
         return self.service, self.database, self.name
 
     async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
-        """Run an effect on a connection; only once if the request has an idempotency key.
-
-        It is large if its body is, or if it says that its answer can be large.
-        """
+        """Run an effect on a connection; only once if the request has an idempotency key."""
         async with self.connection(self.key is not None, is_large or len(self.body) > LARGE_BYTES) as connection:
             return await run_once(connection, self.key, lambda: effect(connection))
 
@@ -78,9 +74,8 @@ def verb(
     query: Any = structs.Where,
     **more: Any,
 ) -> Callable[[Function], Function]:
-    """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
-
-    It is called with the target, and with the body or the parameters of the URL.
+    """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`. It is called with the
+    target, and with the body or the parameters of the URL.
     """
 
     def register(function: Function) -> Function:
@@ -102,10 +97,8 @@ def verb(
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A verb: its name, who may call it, and the structs of its body and its answer.
-
-    `counted` is the operation under which the metrics count its messages. The function of a verb that is `of_schedule`
-    has no argument for the queue: the schedule is looked up among those of the queue.
+    """A verb, its body and its answer. The metrics count its messages as `counted`. The function of a verb that is
+    `of_schedule` has no argument for the queue: the schedule is looked up among those of the queue.
     """
 
     name: str

@@ -13,7 +13,6 @@ from uuid import UUID
 
 import psycopg
 from msgspec.json import encode
-from psycopg_pool import PoolTimeout
 
 from ... import errors as queue_errors
 from ..._connections import is_proxied
@@ -65,7 +64,7 @@ class Agent:
             while not stopping.is_set():
                 try:
                     await self._consume(stopping)
-                except (psycopg.Error, PoolTimeout, OSError) as error:
+                except (psycopg.Error, OSError) as error:
                     logger.warning(
                         "the agent cannot use the control database and retries: %s", from_database_error(error).message
                     )
@@ -106,7 +105,7 @@ class Agent:
             task = await registry.start(connection, task_id)
             if task is None:
                 return  # another agent has finished it, and died before it acknowledged the message
-            queue = await registry.get(connection, task.queue_id)
+            queue = await registry.find(connection, id=task.queue_id)
         status: Literal["completed", "failed"] = "completed"
         message: str | None = None
         try:
@@ -114,7 +113,7 @@ class Agent:
         except Exception as error:
             last = delivery.attempt >= delivery.message.max_attempts
             if _is_retryable(error) and not last:
-                with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
+                with suppress(psycopg.Error, OSError):  # the task is tried again in any case
                     async with self._databases.control() as connection:
                         reason = f"{_error_message(error)}; the agent tries again"
                         await registry.set_status(connection, task.id, "running", message=reason)
@@ -150,7 +149,7 @@ class Agent:
             # would exist.
             await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{queue.id}"])
             async with self._databases.control() as connection:
-                now = await registry.get(connection, queue.id)
+                now = await registry.find(connection, id=queue.id)
             if now is not None and now.status in _CHANGED[task.kind]:
                 await (_create if task.kind == "provision" else _drop)(target, queue)
 
@@ -186,7 +185,7 @@ class Agent:
                 if loop.time() - cleaned_at >= _CLEANUP_SECONDS:
                     await self.delete_old_records()
                     cleaned_at = loop.time()
-            except (psycopg.Error, PoolTimeout, OSError) as error:
+            except (psycopg.Error, OSError) as error:
                 logger.debug("maintenance failed and is retried: %s", type(error).__name__)
             await asyncio.sleep(_MAINTENANCE_SECONDS)
 
@@ -212,7 +211,7 @@ class Agent:
                         await registry.delete_old_records(connection, "effects")
                 except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
                     pass  # the server has stored nothing there
-                except (psycopg.Error, PoolTimeout, OSError) as error:
+                except (psycopg.Error, OSError) as error:
                     message = "%s/%s: old records cannot be deleted now: %s"
                     logger.warning(message, service.id, database, type(error).__name__)
 

@@ -1,7 +1,5 @@
-"""The registry in the control database: the managed queues with their status, the tasks for the agents, and the bodies
-of the managed routes, by which msgspec checks requests and OpenAPI documents them.
-
-Every function works on a connection to the control database, in the caller's transaction if there is one.
+"""The registry in the control database: the managed queues, the tasks for the agents, and the bodies of the managed
+routes. A function runs in the caller's transaction if there is one.
 """
 # ruff: noqa: S608 - what is put into statements are names of columns and tables
 
@@ -226,15 +224,10 @@ def _of_queue(connection: Connection) -> AsyncCursor[QueueBody]:
     return connection.cursor(row_factory=class_row(QueueBody))
 
 
-async def find(connection: Connection, service_id: str, name: str) -> QueueBody | None:
-    """The queue of this name; None if there is none or it is deleted."""
-    found = await _of_queue(connection).execute(f"{_SELECT} and q.service_id = %s and q.name = %s", [service_id, name])
-    return await found.fetchone()
-
-
-async def get(connection: Connection, id: UUID) -> QueueBody | None:
-    """The queue of this id; None if there is none or it is deleted."""
-    return await (await _of_queue(connection).execute(f"{_SELECT} and q.id = %s", [id])).fetchone()
+async def find(connection: Connection, **given: Any) -> QueueBody | None:
+    """The queue with these values of columns; None if there is none or it is deleted."""
+    conditions = "".join(f" and q.{column} = %({column})s" for column in given)
+    return await (await _of_queue(connection).execute(_SELECT + conditions, given)).fetchone()
 
 
 async def list_all(connection: Connection, service_id: str | None = None) -> list[QueueBody]:
@@ -302,10 +295,7 @@ async def set_status(
     result: str | None = None,
     message: str | None = None,
 ) -> None:
-    """Set the status of a task that has not ended. With the result, or the error of an attempt that is repeated or not.
-
-    The queue of a task that creates or drops it then is Active, deleted or Failed, and shows the error as well.
-    """
+    """Set the status of a task that has not ended, with its result or error, and that of the queue that it changes."""
     values = {"id": id, "status": status, "result": result, "message": message}
     await connection.execute(_SET_STATUS, values)
 

@@ -65,7 +65,7 @@ async def create_queue(call: Call, service: Service) -> Answer:
     except ApiError as error:
         message = f"database_name is invalid; must be {error.limit}"
         raise ApiError(422, "invalid", message, "database_name", body.database_name, error.limit) from None
-    current().check_new(service.id, database, body.name)
+    current().check(service.id, database, body.name, is_new=True)
     check_not_reserved(context, body.name)
     key = await call.key()
     async with context.databases.control() as connection:
@@ -139,7 +139,7 @@ async def poll_stats(call: Call, service: Service) -> Answer:
 
 
 async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> QueueBody:
-    row = await registry.find(connection, service.id, queue_name)
+    row = await registry.find(connection, service_id=service.id, name=queue_name)
     if row is None:
         raise queue_not_found(queue_name)
     current().check(service.id, row.database_name, queue_name)

@@ -1,6 +1,5 @@
 """The actions on a queue, its messages, schedules and topics. Those that delete, and redriving, ask before."""
 
-from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -39,22 +38,13 @@ _SCHEDULES: Final = f"""
 select s.name, s.cron, s.time_zone, s.paused, s.next_at, s.last_at, left(s.payload::text, {_MAX_TEXT})
 from pgqueue.list_schedules(queue_name => %s) s order by s.name limit {_MAX_SHOWN + 1}
 """  # noqa: S608 - what is put into it are numbers
-# The actions on the schedule, or on the topic, that a form names: the verb, more of its arguments, and what is done, of
-# the queue, the name and the result of the verb.
-_ACTIONS: Final[dict[str, tuple[str, dict[str, Any], Callable[[str, str, Any], str]]]] = {
-    "run_schedule": ("run_schedule", {}, lambda _, __, sent: f"Sent as message {sent[0]}"),
-    "pause_schedule": ("alter_schedule", {"paused": True}, lambda _, name, __: f"{name} is paused"),
-    "resume_schedule": ("alter_schedule", {"paused": False}, lambda _, name, __: f"{name} is resumed"),
-    "subscribe": (
-        "subscribe",
-        {},
-        lambda queue, topic, is_new: f"{queue} {'is' if is_new else 'was already'} subscribed to {topic}",
-    ),
-    "unsubscribe": (
-        "unsubscribe",
-        {},
-        lambda queue, topic, was: f"{queue} {'is no longer' if was else 'was not'} subscribed to {topic}",
-    ),
+# The actions on the schedule, or on the topic, that a form names: the verb, more of its arguments, and what is done.
+_ACTIONS: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
+    "run_schedule": ("run_schedule", {}, "Sent as message {result[0]}"),
+    "pause_schedule": ("alter_schedule", {"paused": True}, "{name} is paused"),
+    "resume_schedule": ("alter_schedule", {"paused": False}, "{name} is resumed"),
+    "subscribe": ("subscribe", {}, "{queue} is subscribed to {name}"),
+    "unsubscribe": ("unsubscribe", {}, "{queue} is not subscribed to {name}"),
 }
 
 
@@ -66,10 +56,8 @@ class _Confirmed(Struct):
 
 @ROUTES.page("GET", "/queue/confirm", ADMIN)
 async def confirm(call: Call) -> Response:
-    """The page that asks before dead letters are redriven or deleted: all, the selected, or those that a filter finds.
-
-    Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant. The action `delete` is for
-    selected messages that are ready or scheduled.
+    """The page that asks before dead letters are redriven or deleted: all, the selected (`id`), or those that a filter
+    finds. The action `delete` is for selected messages that are ready or scheduled.
     """
     place, given = place_of(call), call.parameters(_Confirmed)
     selected = ",".join(call.query_params.getlist("id"))
@@ -166,7 +154,7 @@ async def _remove(call: Call, place: Place, action: str, typed: str) -> Response
     managed = None
     if is_drop:  # First: nothing is dropped while the control database is unreachable.
         async with context.databases.control() as connection:
-            managed = await registry.find(connection, service, name)
+            managed = await registry.find(connection, service_id=service, name=name)
     try:
         if typed != name:
             shown = f"the typed name is {typed[:128]!r}" if typed else "no name is typed"
@@ -205,7 +193,7 @@ async def schedules(call: Call) -> Response:
     )
 
 
-def _add(action: str, verb: Verb, more: dict[str, Any], done: Callable[[str, str, Any], str]) -> None:
+def _add(action: str, verb: Verb, more: dict[str, Any], done: str) -> None:
     field = verb.body.__struct_fields__[0]
 
     async def act(call: Call) -> Response:
@@ -214,7 +202,7 @@ def _add(action: str, verb: Verb, more: dict[str, Any], done: Callable[[str, str
         answer = await verb.run(Target(call, *place), convert(verb.body, {field: name} | more))
         (result,) = decode(answer.json).values()
         to = "queue/schedules" if current().may(_SEES.accesses, *place) else ""
-        return back_to(to, place, done=done(place[2], name, result))
+        return back_to(to, place, done=done.format(queue=place[2], name=name, result=result))
 
     ROUTES.page("POST", f"/queue/{action}", verb.need)(act)
 

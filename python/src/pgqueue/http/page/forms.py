@@ -40,10 +40,8 @@ _UNITS: Final = {"s": 1, "days": 86_400}  # in seconds
 
 
 class Field(NamedTuple):
-    """A setting of a queue in a form.
-
-    `kind` is the type of its value, the unit of a duration, or the choices with | between them. `default` is that of
-    `create_queue`, as text; a setting without one may be empty.
+    """A setting in a form. `kind` is a type, the unit of a duration, or choices with | between them. A setting without
+    a default may be empty.
     """
 
     name: str
@@ -136,7 +134,7 @@ async def create(call: Call) -> Response:
     name = form.get("name", "").strip()
     try:
         find_database(find_service(context, service), database)
-        current().check_new(service, database, name)
+        current().check(service, database, name, is_new=True)
         check_not_reserved(context, name)
         values = {each.name: each.read(form) for each in (*_FIELDS, *_ONLY_NEW)}
         async with context.databases.target(service, database, prepare=True) as connection:

@@ -43,8 +43,7 @@ class Row:
     place: Place
     stats: QueueStats | None = None
     samples: Sequence[Sample] = ()
-    status: str = ""
-    error_message: str | None = None
+    registered: QueueBody | None = None
 
     @property
     def key(self) -> str:
@@ -54,29 +53,25 @@ class Row:
     @property
     def state(self) -> str:
         """The state of the queue in one word."""
-        return "Paused" if self.stats is not None and self.stats.paused else self.status or "Active"
+        if self.stats is not None and self.stats.paused:
+            return "Paused"
+        return self.registered.status if self.registered else "Active"
 
 
 def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -> list[Row]:
     """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
-    rows = {}
-    for place, samples in sampler.all_samples():
-        row = known.pop(place, None)
-        if place[2] != hidden:
-            status, message = (row.status, row.error_message) if row else ("", None)
-            rows[place] = Row(place, samples[-1].stats, samples, status, message)
-    for place, row in known.items():
-        rows[place] = Row(place, status=row.status, error_message=row.error_message)
+    rows = {
+        place: Row(place, samples[-1].stats, samples, known.pop(place, None))
+        for place, samples in sampler.all_samples()
+        if place[2] != hidden
+    }
+    rows |= {place: Row(place, registered=row) for place, row in known.items()}
     return [row for _, row in sorted(rows.items())]
 
 
 def sparkline(values: Sequence[float | None], label: str, kind: str) -> Markup:
-    """An SVG line of the values, the newest at the right. The vertical range always includes 0.
-
-    The line has gaps where a value is None, and no points inside of a level. An empty element if fewer than two values
-    are known.
-    """
+    """An SVG line of the values, with gaps where one is None. The vertical range includes 0."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return Markup('<span class="spark"></span>')
@@ -124,18 +119,8 @@ def format_moment(at: datetime | None) -> Markup:
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 
 
-def format_clock(at: datetime, has_seconds: bool) -> Markup:
-    """The time of the day of a timestamp, for the axis of a chart."""
-    at = at.astimezone(UTC)
-    text = f"{at:%H:%M:%S}" if has_seconds else f"{at:%H:%M}"
-    return Markup('<time datetime="{}" data-clock="{}">{}</time>').format(at.isoformat(), len(text), text)
-
-
 def pretty_json(text: str, limit: int) -> str:
-    """JSON text, indented. Strings and numbers keep their text, and the end may be missing.
-
-    The result ends with … after about `limit` characters.
-    """
+    """JSON text, indented: about `limit` characters, and then …. Strings and numbers keep their text."""
     parts: list[str] = []
     depth = size = 0
     before = ""
@@ -182,7 +167,6 @@ TEMPLATES: Final = Environment(
 TEMPLATES.filters |= {
     "seconds": format_seconds,
     "moment": format_moment,
-    "clock": format_clock,
     "rate": _compact_number,
     "number": lambda n: f"{n:,}",
 }

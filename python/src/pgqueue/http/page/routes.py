@@ -12,7 +12,6 @@ from urllib.parse import urlencode
 
 import psycopg
 from msgspec import Meta, Struct
-from psycopg_pool import PoolTimeout
 from starlette.responses import Response
 
 from ..._wording import counted as count
@@ -68,7 +67,7 @@ async def _table(call: Call, template: str) -> Response:
     try:
         async with context.databases.control() as connection:
             registered = await registry.list_all(connection)
-    except (psycopg.Error, PoolTimeout, OSError):
+    except (psycopg.Error, OSError):
         registered = None
     sees = current().sees
     rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
@@ -188,10 +187,7 @@ def _texts(message: Message, most: int) -> Message:
 
 
 def _body_text(body: bytes, size: int, most: int) -> tuple[str, bool]:
-    """The text of a body and whether more of it can be shown: text, indented JSON, or the first bytes in hexadecimal.
-
-    `body` can end within a character if it is shorter than `size`.
-    """
+    """The text of a body, indented JSON or its first bytes in hexadecimal, and whether more of it can be shown."""
     is_whole = len(body) == size
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(body, is_whole)
@@ -251,5 +247,5 @@ async def _check(context: Context, service: str, database: str) -> tuple[list[tu
         return [], None  # pgqueue is not installed there yet
     except psycopg.errors.InsufficientPrivilege:
         return [], (service, database, "the role of the service may not call pgqueue.doctor()")
-    except (psycopg.Error, PoolTimeout, OSError) as error:
+    except (psycopg.Error, OSError) as error:
         return [], (service, database, from_database_error(error).message)

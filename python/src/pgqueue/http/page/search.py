@@ -1,7 +1,5 @@
-"""Searches the messages of a queue in every state, at a bounded cost: in a number of messages and in time.
-
-The verbs of the database show the messages, so their privileges and their meaning of a state apply. A search looks at
-the messages in the order of their ids, and a later search can continue it.
+"""Searches the messages of a queue in every state, by the verbs that show them, in the order of their ids. A number of
+messages and a time bound a search, and a later one can continue it.
 """
 # ruff: noqa: S608 - what is put into statements are columns, conditions and statements of this package
 
@@ -81,11 +79,7 @@ Message = dict[str, Any]  # the columns of `_COLUMNS` and `_OWN_COLUMNS`
 
 
 class Filter(Struct, frozen=True, omit_defaults=True):
-    """What a message must have. Empty texts and None filter nothing.
-
-    `path` is a JSON path that must find a value other than false and null in the payload. `group` is the group of the
-    last error, for dead letters.
-    """
+    """What a message must have: its id, a JSON path that finds something in the payload, the group of a dead letter."""
 
     id: Annotated[int, Meta(ge=1, le=MAX_ID)] | None = None
     path: str = ""
@@ -129,9 +123,8 @@ async def search(
     max_payload: int,
     after: int | None = None,
 ) -> Found:
-    """A page of the messages that pass a filter: those after the id `after`, or before it if they are archived.
-
-    Raises `ApiError`, and the errors of `browse`.
+    """A page of the messages that pass a filter: those after an id, or before it if they are archived. Raises
+    `ApiError`.
     """
     is_archive = state == "archived"
     conditions = filter.conditions()
@@ -180,9 +173,8 @@ async def _select(
     limit: int = LOOK_LIMIT,
     after: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a statement over `looked`, the messages that are looked at, and `found`, those that pass the filter.
-
-    It has a transaction of its own, which is bounded in time. Raises `ApiError` for an invalid filter.
+    """The rows of a statement over `looked`, the messages that are looked at, and `found`, those that pass the filter,
+    in a transaction that is bounded in time. Raises `ApiError` for an invalid filter.
     """
     verb = _VERBS.get(state)
     looking = verb(queue_name, limit, after) if verb else _calls.browse(queue_name, state, limit, after)

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-import psycopg
 from itsdangerous import BadData, URLSafeTimedSerializer
-from psycopg_pool import PoolTimeout
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from ..errors import ApiError
 from .rights import Caller
-from .tokens import KnownToken, Tokens
+from .tokens import Tokens
 from .users import Authenticator, User
 
 _OPEN_PATHS: Final = {"/healthz", "/readyz", "/login"}
@@ -75,10 +73,7 @@ class Sessions:
 
 
 def _name(scope: Scope) -> tuple[str, str]:
-    """The name of the cookie, and what marks it if the client uses TLS. A client that lies weakens only its own.
-
-    Browsers accept `__Host-` only from this host and by TLS, so a sibling domain cannot set such a cookie.
-    """
+    """The name of the cookie, and what marks it if the client uses TLS: a sibling domain cannot set `__Host-`."""
     forwarded = HTTPConnection(scope).headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     return ("__Host-pgqueue", "; Secure") if "https" in (scope.get("scheme"), forwarded) else ("pgqueue", "")
 
@@ -93,9 +88,8 @@ class Admission:
         self.sessions = sessions
 
     async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller | None:
-        """The caller of a request; None if its path needs none.
-
-        Raises `ApiError`: 401, 429, 503 if the tokens cannot be read, or 303 with the log-in form for a browser.
+        """The caller of a request; None if its path needs none. Raises `ApiError`, 303 with the log-in form for a
+        browser.
         """
         path = scope["path"]
         if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
@@ -109,7 +103,7 @@ class Admission:
         token = session = None
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "bearer":
-            token = await self._token(given.strip())
+            token = await self._tokens.find(given.strip()) if len(given) <= _MOST_CHARACTERS else None
             name = token and token.user
         elif authorization:
             name = await self.passwords.user(authorization, address_of(scope))
@@ -122,13 +116,6 @@ class Admission:
         limits = (user.allow, token and token.allow)
         rights = tuple(each for each in limits if each is not None)
         return Caller(name, rights, token and token.name, session and session.id)
-
-    async def _token(self, given: str) -> KnownToken | None:
-        try:
-            return await self._tokens.find(given) if len(given) <= _MOST_CHARACTERS else None
-        except (psycopg.Error, PoolTimeout, OSError):
-            message = "the control database, which has the tokens, cannot be reached now: try again"
-            raise ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"}) from None
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError:
         """401; or, for a browser that wants a page, a redirect to the log-in form."""
@@ -151,10 +138,7 @@ def address_of(scope: Scope) -> str:
 
 
 def safe_target(to: str) -> str:
-    """The page to which a log-in leads, relative to the page of all queues; empty unless it is a path of this server.
-
-    It has no scheme, host, dots or backslash, so it leads to no other site.
-    """
+    """The page to which a log-in leads, relative to that of all queues; empty unless it is a path of this server."""
     return to if len(to) <= _MOST_CHARACTERS and _TARGET.fullmatch(to) else ""
 
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg_pool import PoolTimeout
 from starlette.types import Scope
 
 from .admission import address_of
@@ -62,7 +61,7 @@ class Audit:
         try:
             async with self._connect() as connection:
                 await connection.execute(_INSERT, record)
-        except (psycopg.Error, PoolTimeout, OSError) as error:
+        except (psycopg.Error, OSError) as error:
             logger.warning("an act is not in the control database: %s", type(error).__name__)
         finally:
             self._waiting -= 1

@@ -1,7 +1,4 @@
-"""The rights of users: what `allow` gives, what a route needs, and whether the caller of a request has it.
-
-An access has the meaning that it has in SQL (`grant_access`). A pattern is a name, or the begin of names and `*`.
-"""
+"""The rights of users: accesses as in `grant_access`, to queues whose names fit a pattern, and what a route needs."""
 
 import re
 from collections.abc import Sequence
@@ -63,10 +60,7 @@ def parse_rights(given: object) -> tuple[Right, ...]:
 
 
 class Need(NamedTuple):
-    """What a route needs: one of the accesses, to a queue, to some queue, or to all queues of all services.
-
-    A route that needs an access to a queue calls `Caller.check` with it; one that lists shows what the caller sees.
-    """
+    """What a route needs: one of the accesses, to a queue, which `Caller.check` checks, to some queue, or to all."""
 
     accesses: tuple[str, ...]
     of: Literal["queue", "some", "all", "nothing"] = "queue"
@@ -85,10 +79,9 @@ NOTHING: Final = Need((), "nothing")
 
 @dataclass(slots=True)
 class Caller:
-    """The user of a request, and how the user was recognized.
+    """The user of a request, and how the user was recognized. Each of `rights` must allow what is done.
 
-    Each of `rights` must allow what is done: those of the user, and those of the token. `needs` is what the route needs
-    or, after `check` with accesses, the request. `place` is the queue that was checked.
+    `needs` is what the route or the request needs, and `place` the queue that was checked.
     """
 
     name: str
@@ -119,24 +112,19 @@ class Caller:
         """Whether the user has an access to a place, as `may` has it."""
         return self.may(ACCESSES, *place)
 
-    def check(self, service: str, database: str | None, queue: str, accesses: Sequence[str] = ()) -> None:
-        """Raise `ApiError` unless the user may do with a queue what the route needs; `accesses` replace its need.
-
-        404 if the user does not see the queue, 403 if the user sees it.
+    def check(
+        self, service: str, database: str | None, queue: str, accesses: Sequence[str] = (), is_new: bool = False
+    ) -> None:
+        """Raise `ApiError` unless the user may do with a queue what the route needs, or one of `accesses`: 404 if the
+        user does not see the queue, 403 if the user sees it, or would create it.
         """
         if accesses:
             self.needs = Need(tuple(accesses))
         self.place = service, database or "", queue
-        if not self.sees(service, database, queue):
+        if not is_new and not self.sees(service, database, queue):
             raise queue_not_found(queue)
         if not self.may(self.needs.accesses, service, database, queue):
-            raise forbidden(self.needs.accesses, "this queue")
-
-    def check_new(self, service: str, database: str, queue: str) -> None:
-        """Raise `ApiError` 403 unless the user may create a queue."""
-        self.place = service, database, queue
-        if not self.may(self.needs.accesses, *self.place):
-            raise forbidden(self.needs.accesses, "a queue of this name")
+            raise forbidden(self.needs.accesses, "a queue of this name" if is_new else "this queue")
 
 
 def forbidden(accesses: Sequence[str], to: str) -> ApiError:

@@ -1,8 +1,4 @@
-"""Bearer tokens: made, listed and revoked in the control database, and known to every server by their digests.
-
-They are kept in the control database, not in the configuration file, so that one can be made or revoked while servers
-run, and all servers know it.
-"""
+"""Bearer tokens: made, listed and revoked in the control database, and known to every server by their digests."""
 
 import asyncio
 import hashlib
@@ -16,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
-from psycopg_pool import PoolTimeout
 
 from .rights import Right, parse_rights
 
@@ -49,10 +44,7 @@ def _digest(token: str) -> bytes:
 async def create(
     connection: Connection, name: str, user: str, allow: tuple[Right, ...] | None, lifetime: timedelta
 ) -> tuple[str, datetime] | None:
-    """Make a token. Returns it and the end of its validity, or None if there is a token of this name.
-
-    An expired token of this name is replaced. The act is recorded in the audit, also if there is such a token.
-    """
+    """Make a token, and record this. Returns it and the end of its validity, or None if one of this name is valid."""
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     texts = None if allow is None else [str(each) for each in allow]
     async with connection.transaction():
@@ -85,10 +77,8 @@ async def revoke(connection: Connection, name: str) -> bool:
 
 
 class Tokens:
-    """The tokens that a server knows: read from the control database at most once a second, when a request has one.
-
-    So a request with a wrong token costs no query of its own. While the control database cannot be reached, the tokens
-    that were read last stay valid until they expire, and one request in ten seconds waits for the database.
+    """The tokens that a server knows, read from the control database at most once a second. While it cannot be reached,
+    the last ones stay valid, and one request in ten seconds waits for it.
     """
 
     def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Connection]]) -> None:
@@ -98,10 +88,7 @@ class Tokens:
         self._reading = asyncio.Lock()
 
     async def find(self, token: str) -> KnownToken | None:
-        """The token with this text; None if there is none or it has expired.
-
-        Raises the errors of a connection if the tokens were never read.
-        """
+        """The token with this text; None if it is not valid. Raises `psycopg.Error` if the tokens were never read."""
         known = (await self._all()).get(_digest(token))
         return known if known is not None and time.monotonic() < known.until else None
 
@@ -113,7 +100,7 @@ class Tokens:
                 pause = _REFRESH_SECONDS
                 try:
                     self._known = await self._read()
-                except (psycopg.Error, PoolTimeout, OSError):
+                except (psycopg.Error, OSError):
                     if self._known is None:
                         raise
                     pause = _RETRY_SECONDS

@@ -64,11 +64,8 @@ def _digest(password: str) -> bytes:
 
 
 class Authenticator:
-    """Verifies the name and password of `Authorization` headers.
-
-    The right password of a user is remembered as a keyed digest when it is first verified, or if this process has
-    hashed it, so that a request with it costs microseconds. The key is secret, so the time of a comparison of digests
-    tells nothing. Everything else is hashed, one at a time: a wrong password and an unknown name take the same time.
+    """Verifies names and passwords. A right password is remembered by a keyed digest when it is first verified, or if
+    this process has hashed it. Everything else is hashed, one at a time, the password of an unknown name, too.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
@@ -91,12 +88,9 @@ class Authenticator:
         return name if colon and await self.verify(name, password, address) else None
 
     async def verify(self, name: str, password: str, address: str = "") -> bool:
-        """Whether this is the password of the user.
-
-        Raises `ApiError` 429 if too many passwords of this address wait to be verified.
-        """
+        """Whether this is the password of the user. Raises `ApiError` 429 if too many of this address wait."""
         digest = _digest(password)
-        if self._knows(name, digest):
+        if hmac.compare_digest(self._digests.get(name, b""), digest):
             return True
         verifying = self._verifying.get((name, digest))
         if verifying is None:
@@ -123,6 +117,3 @@ class Authenticator:
         shown = name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:_MAX_NAME_CHARACTERS]}…"
         logger.warning("failed log-in from %s as %r", address or "?", shown)
         return False
-
-    def _knows(self, name: str, digest: bytes) -> bool:
-        return hmac.compare_digest(self._digests.get(name, b""), digest)
