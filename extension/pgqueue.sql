@@ -1294,10 +1294,8 @@ comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
-create function pgqueue._create_register(queue_id bigint, role text) returns regclass
+create function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    name constant text := format('pgqueue.queue_%s_%s', queue_id, role);
 begin
     -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
     execute format('create sequence if not exists %s', name);
@@ -1305,6 +1303,9 @@ begin
     return name::regclass;
 end;
 $$;
+
+create function pgqueue._create_register(queue_id bigint, role text) returns regclass
+language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queue_%s_%s', queue_id, role)) $$;
 
 create function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
@@ -1353,28 +1354,13 @@ language sql stable as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
 
-create function pgqueue._create_counters(queue_name text) returns void
-language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
-    -- exists" reads the catalog again.
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('create sequence if not exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-        perform pgqueue._revoke_default_privileges(pgqueue._sequence_name(role, queue_name)::regclass);
-    end loop;
-end;
-$$;
-
 create function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
 begin
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-    end loop;
+    execute (
+        select format('drop sequence if exists %s cascade', string_agg(pgqueue._sequence_name(r, queue_name), ', '))
+        from unnest(pgqueue._counter_roles()) as r
+    );
 end;
 $$;
 
@@ -2461,7 +2447,7 @@ begin
         q.priorities, q.counters, q.dead_letter_to)
     returning * into q;
     if q.counters then
-        perform pgqueue._create_counters(q.name);
+        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
     else
         perform pgqueue._drop_counters(q.name);
     end if;
@@ -2570,9 +2556,8 @@ begin
         q := pgqueue._change_kind(q);
     end if;
     -- The repair that doctor suggests relies on this.
-    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
-        perform pgqueue._create_counters(q.name);
-    end if;
+    perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._missing_counters(q.name)) as r
+    where q.counters;
     perform pgqueue._call_queue_handlers('queue_changed', before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
@@ -7167,18 +7152,13 @@ begin
     result.dead_messages := dead.messages + counted.dead;
     result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
     result.paused := q.paused_at is not null;
-    result.estimates := array(
-        select e.figure
-        from (
-            values
-            ('ready_messages', counted.estimated or due > 10000),
-            ('inflight_messages', counted.estimated),
-            ('scheduled_messages', counted.estimated or scheduled.estimated),
-            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
-            ('oldest_age_seconds', counted.estimated)
-        ) as e (figure, estimated)
-        where e.estimated
-    );
+    result.estimates := array_remove(array[
+        case when counted.estimated or due > 10000 then 'ready_messages' end,
+        case when counted.estimated then 'inflight_messages' end,
+        case when counted.estimated or scheduled.estimated then 'scheduled_messages' end,
+        case when dead.estimated or counted.estimated and counted.dead > 0 then 'dead_messages' end,
+        case when counted.estimated then 'oldest_age_seconds' end
+    ], null);
     return result;
 end;
 $$;
@@ -8262,9 +8242,7 @@ begin
         where before.archive_for is not null;
         return;
     end if;
-    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
-    execute format('create sequence if not exists %s', mark);
-    perform pgqueue._revoke_default_privileges(mark::regclass);
+    perform pgqueue._create_sequence(mark);
     begin
         -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode nowait;
@@ -12113,9 +12091,8 @@ declare
 begin
     perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
     -- The functions call each other with the privileges of their owner.
-    if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
-    end if;
+    perform pgqueue._require(role_name collate "C" <> current_user, 'role_name', role_name,
+        'a role other than the owner of pgqueue, whose access does not come from grants');
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;

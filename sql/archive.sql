@@ -81,9 +81,7 @@ begin
         where before.archive_for is not null;
         return;
     end if;
-    -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
-    execute format('create sequence if not exists %s', mark);
-    perform pgqueue._revoke_default_privileges(mark::regclass);
+    perform pgqueue._create_sequence(mark);
     begin
         -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode nowait;

@@ -192,9 +192,8 @@ declare
 begin
     perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
     -- The functions call each other with the privileges of their owner.
-    if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
-    end if;
+    perform pgqueue._require(role_name collate "C" <> current_user, 'role_name', role_name,
+        'a role other than the owner of pgqueue, whose access does not come from grants');
     if queue_name is not null and right(queue_name, 1) <> '*' then
         perform pgqueue._get_locked_queue(queue_name);
     end if;

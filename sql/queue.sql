@@ -184,7 +184,7 @@ begin
         q.priorities, q.counters, q.dead_letter_to)
     returning * into q;
     if q.counters then
-        perform pgqueue._create_counters(q.name);
+        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
     else
         perform pgqueue._drop_counters(q.name);
     end if;
@@ -293,9 +293,8 @@ begin
         q := pgqueue._change_kind(q);
     end if;
     -- The repair that doctor suggests relies on this.
-    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
-        perform pgqueue._create_counters(q.name);
-    end if;
+    perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._missing_counters(q.name)) as r
+    where q.counters;
     perform pgqueue._call_queue_handlers('queue_changed', before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then

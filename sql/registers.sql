@@ -66,10 +66,8 @@ comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
-create or replace function pgqueue._create_register(queue_id bigint, role text) returns regclass
+create or replace function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    name constant text := format('pgqueue.queue_%s_%s', queue_id, role);
 begin
     -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
     execute format('create sequence if not exists %s', name);
@@ -77,6 +75,9 @@ begin
     return name::regclass;
 end;
 $$;
+
+create or replace function pgqueue._create_register(queue_id bigint, role text) returns regclass
+language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queue_%s_%s', queue_id, role)) $$;
 
 create or replace function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
@@ -125,28 +126,13 @@ language sql stable as $$
     select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
 $$;
 
-create or replace function pgqueue._create_counters(queue_name text) returns void
-language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
-begin
-    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
-    -- exists" reads the catalog again.
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('create sequence if not exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-        perform pgqueue._revoke_default_privileges(pgqueue._sequence_name(role, queue_name)::regclass);
-    end loop;
-end;
-$$;
-
 create or replace function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
 begin
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-    end loop;
+    execute (
+        select format('drop sequence if exists %s cascade', string_agg(pgqueue._sequence_name(r, queue_name), ', '))
+        from unnest(pgqueue._counter_roles()) as r
+    );
 end;
 $$;
 

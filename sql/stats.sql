@@ -211,18 +211,13 @@ begin
     result.dead_messages := dead.messages + counted.dead;
     result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
     result.paused := q.paused_at is not null;
-    result.estimates := array(
-        select e.figure
-        from (
-            values
-            ('ready_messages', counted.estimated or due > 10000),
-            ('inflight_messages', counted.estimated),
-            ('scheduled_messages', counted.estimated or scheduled.estimated),
-            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
-            ('oldest_age_seconds', counted.estimated)
-        ) as e (figure, estimated)
-        where e.estimated
-    );
+    result.estimates := array_remove(array[
+        case when counted.estimated or due > 10000 then 'ready_messages' end,
+        case when counted.estimated then 'inflight_messages' end,
+        case when counted.estimated or scheduled.estimated then 'scheduled_messages' end,
+        case when dead.estimated or counted.estimated and counted.dead > 0 then 'dead_messages' end,
+        case when counted.estimated then 'oldest_age_seconds' end
+    ], null);
     return result;
 end;
 $$;
