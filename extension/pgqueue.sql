@@ -458,8 +458,7 @@ create table pgqueue.queues (
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
-'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes: the
-columns of type regclass, which sql/README.md explains.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
@@ -1298,7 +1297,7 @@ create function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
 begin
     -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
-    execute format('create sequence if not exists %s', name);
+    execute format('create sequence if not exists pgqueue.%I', split_part(name, '.', 2));
     perform pgqueue._revoke_default_privileges(name::regclass);
     return name::regclass;
 end;
@@ -1356,11 +1355,12 @@ $$;
 
 create function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
+declare
+    role text;
 begin
-    execute (
-        select format('drop sequence if exists %s cascade', string_agg(pgqueue._sequence_name(r, queue_name), ', '))
-        from unnest(pgqueue._counter_roles()) as r
-    );
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+    end loop;
 end;
 $$;
 
@@ -2374,8 +2374,10 @@ begin
 exception
     when lock_not_available then
         perform pgqueue._raise('queue_busy', model.name, 'create_queue');
+        return null;
     when serialization_failure then
         perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
+        return null;
 end;
 $$;
 comment on function pgqueue._reserve_queue(pgqueue.queues) is
@@ -2642,29 +2644,31 @@ comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
+create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
+language plpgsql volatile as $$
+begin
+    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+    m.expires_at := null;
+    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+end;
+$$;
+
 create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    m pgqueue.messages;
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    for m in execute format(
+    execute format(
         'with moved as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m),'
         ' scheduled as ('
         ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
         ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select ((g.m)::pgqueue.messages).* from moved g union all select (pgqueue._as_message(g.s)).* from scheduled g',
+        ' select pgqueue._add_undelivered_dead_letter(u.m, $2)'
+        ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
         pgqueue._partition_of(q))
-    using q.name, at
-    loop
-        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-        m.expires_at := null;
-        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-    end loop;
+    using q.name, pgqueue._now();
 end;
 $$;
 
@@ -7189,15 +7193,20 @@ begin
 end;
 $$;
 
+create function pgqueue._total_query(role text, queue_name text) returns text
+language sql stable as $$
+    select coalesce(
+        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)', 'null')
+$$;
+
 create function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute (
-        select 'select ' || string_agg(
-            coalesce('(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(c.role, s.queue_name)::text || ' t)', 'null'),
-            ', ' order by c.place)
-        from unnest(pgqueue._counter_roles()) with ordinality as c (role, place))
+    execute format(
+        'select %s, %s, %s, %s',
+        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
+        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;
@@ -11995,14 +12004,19 @@ begin
 end;
 $$;
 
-create function pgqueue._apply_access(template text, role_name name, access text, for_all boolean)
-returns void language plpgsql volatile as $$
+create function pgqueue._access_statements(
+    template text, role_identifier text, accesses text[], for_all boolean
+) returns text
+language sql stable as $$
+    select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
+    from pgqueue._access_privileges() a
+    where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
+$$;
+
+create function pgqueue._apply_access(role_name name, access text, for_all boolean) returns void
+language plpgsql volatile as $$
 begin
-    execute (
-        select string_agg(format(template, a.privileges, a.object, role_name), '; ')
-        from pgqueue._access_privileges() a
-        where access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
-    );
+    execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
@@ -12018,7 +12032,7 @@ begin
     -- PostgreSQL raises an error if two transactions change the privileges of one function at once. No queue has the
     -- empty name, so its lock is free for this purpose.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    perform pgqueue._apply_access('grant %s on %s to %I', role_name, access collate "C", queue_name is null);
+    perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
         if access_view is null then
@@ -12056,10 +12070,10 @@ begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    perform pgqueue._apply_access(
-        'revoke %s on %s from %I', role_name, access, coalesce(access_view = 'pgqueue.access_any'::regclass, false));
+    execute pgqueue._access_statements(
+        'revoke %s on %s from %s', quote_ident(role_name), array[access], access_view = 'pgqueue.access_any'::regclass);
     -- Privileges that other access of the role includes are granted again.
-    perform pgqueue._apply_access('grant %s on %s to %I', _revoke_access.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
     from (
         select distinct w.access, w.queue_name is null as for_all from pgqueue._granted_access() w
         where w.role_name = _revoke_access.role_name collate "C"
@@ -12240,7 +12254,7 @@ begin
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 
     -- An upgrade may have added functions, and its statement above has revoked those of the checks.
-    perform pgqueue._apply_access('grant %s on %s to %I', g.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access(g.role_name, g.access, g.for_all)
     from (
         select distinct w.role_name, w.access, w.queue_name is null as for_all
         from pgqueue._granted_access() w

@@ -1,28 +1,30 @@
 -- Removes queues and the messages of queues.
 
+create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
+language plpgsql volatile as $$
+begin
+    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+    m.expires_at := null;
+    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+end;
+$$;
+
 create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    m pgqueue.messages;
 begin
     -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
     -- messages if the relation of a transport has moved them there ahead of time.
-    for m in execute format(
+    execute format(
         'with moved as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m),'
         ' scheduled as ('
         ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
         ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select ((g.m)::pgqueue.messages).* from moved g union all select (pgqueue._as_message(g.s)).* from scheduled g',
+        ' select pgqueue._add_undelivered_dead_letter(u.m, $2)'
+        ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
         pgqueue._partition_of(q))
-    using q.name, at
-    loop
-        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-        m.expires_at := null;
-        perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-    end loop;
+    using q.name, pgqueue._now();
 end;
 $$;
 

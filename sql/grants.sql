@@ -96,14 +96,19 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._apply_access(template text, role_name name, access text, for_all boolean)
-returns void language plpgsql volatile as $$
+create or replace function pgqueue._access_statements(
+    template text, role_identifier text, accesses text[], for_all boolean
+) returns text
+language sql stable as $$
+    select string_agg(format(template, a.privileges, a.object, role_identifier), '; ')
+    from pgqueue._access_privileges() a
+    where a.accesses && _access_statements.accesses and (_access_statements.for_all or not a.for_all)
+$$;
+
+create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean) returns void
+language plpgsql volatile as $$
 begin
-    execute (
-        select string_agg(format(template, a.privileges, a.object, role_name), '; ')
-        from pgqueue._access_privileges() a
-        where access = any (a.accesses) and (_apply_access.for_all or not a.for_all)
-    );
+    execute pgqueue._access_statements('grant %s on %s to %s', quote_ident(role_name), array[access], for_all);
 end;
 $$;
 
@@ -119,7 +124,7 @@ begin
     -- PostgreSQL raises an error if two transactions change the privileges of one function at once. No queue has the
     -- empty name, so its lock is free for this purpose.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    perform pgqueue._apply_access('grant %s on %s to %I', role_name, access collate "C", queue_name is null);
+    perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
         access_view := to_regclass(pgqueue._access_view(queue_name));
         if access_view is null then
@@ -157,10 +162,10 @@ begin
     if access_view is not null then
         execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    perform pgqueue._apply_access(
-        'revoke %s on %s from %I', role_name, access, coalesce(access_view = 'pgqueue.access_any'::regclass, false));
+    execute pgqueue._access_statements(
+        'revoke %s on %s from %s', quote_ident(role_name), array[access], access_view = 'pgqueue.access_any'::regclass);
     -- Privileges that other access of the role includes are granted again.
-    perform pgqueue._apply_access('grant %s on %s to %I', _revoke_access.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access(_revoke_access.role_name, g.access, g.for_all)
     from (
         select distinct w.access, w.queue_name is null as for_all from pgqueue._granted_access() w
         where w.role_name = _revoke_access.role_name collate "C"
@@ -341,7 +346,7 @@ begin
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 
     -- An upgrade may have added functions, and its statement above has revoked those of the checks.
-    perform pgqueue._apply_access('grant %s on %s to %I', g.role_name, g.access, g.for_all)
+    perform pgqueue._apply_access(g.role_name, g.access, g.for_all)
     from (
         select distinct w.role_name, w.access, w.queue_name is null as for_all
         from pgqueue._granted_access() w

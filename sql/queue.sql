@@ -111,8 +111,10 @@ begin
 exception
     when lock_not_available then
         perform pgqueue._raise('queue_busy', model.name, 'create_queue');
+        return null;
     when serialization_failure then
         perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
+        return null;
 end;
 $$;
 comment on function pgqueue._reserve_queue(pgqueue.queues) is

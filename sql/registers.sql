@@ -70,7 +70,7 @@ create or replace function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
 begin
     -- After waiting for a lock, a session's catalog cache can be stale. "if not exists" reads the catalog again.
-    execute format('create sequence if not exists %s', name);
+    execute format('create sequence if not exists pgqueue.%I', split_part(name, '.', 2));
     perform pgqueue._revoke_default_privileges(name::regclass);
     return name::regclass;
 end;
@@ -128,11 +128,12 @@ $$;
 
 create or replace function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
+declare
+    role text;
 begin
-    execute (
-        select format('drop sequence if exists %s cascade', string_agg(pgqueue._sequence_name(r, queue_name), ', '))
-        from unnest(pgqueue._counter_roles()) as r
-    );
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+    end loop;
 end;
 $$;
 

@@ -248,15 +248,20 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._total_query(role text, queue_name text) returns text
+language sql stable as $$
+    select coalesce(
+        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)', 'null')
+$$;
+
 create or replace function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute (
-        select 'select ' || string_agg(
-            coalesce('(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(c.role, s.queue_name)::text || ' t)', 'null'),
-            ', ' order by c.place)
-        from unnest(pgqueue._counter_roles()) with ordinality as c (role, place))
+    execute format(
+        'select %s, %s, %s, %s',
+        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
+        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;

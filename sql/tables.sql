@@ -50,8 +50,7 @@ create table pgqueue.queues (
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
-'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes: the
-columns of type regclass, which sql/README.md explains.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.kind is
 'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
 messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
