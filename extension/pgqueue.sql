@@ -1981,11 +1981,13 @@ A handler must not wait for a lock or raise an error. One that has more to do se
 that has nothing to do to a later one.';
 
 create function pgqueue._do_at_commit() returns trigger
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '20 ms'
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     probe tid;
 begin
+    -- A commit obeys no statement_timeout, but each wait for a lock obeys the lock_timeout of this function.
     if new.table_name = '' then
         delete from pgqueue.compactions c where c.table_name = '';
         return null;
