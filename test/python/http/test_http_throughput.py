@@ -262,7 +262,9 @@ async def test_requests_that_are_large_or_slow_leave_connections_to_others(
     connect: Connect, sql: psycopg.Connection[Any], kind: dict[str, bool]
 ) -> None:
     """One large request runs at a time, and slow ones, such as searches of all users, have half of the connections."""
-    made = connect(connections=2)
+    made = connect(connections=3)
+    async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname), made.target("one", sql.info.dbname):
+        pass  # two of them are open
 
     async def use() -> None:
         begin(Caller("other"))
@@ -271,6 +273,8 @@ async def test_requests_that_are_large_or_slow_leave_connections_to_others(
 
     async with asyncio.timeout(PATIENCE), made.target("one", sql.info.dbname, **kind):
         waiting = asyncio.create_task(use())
+        for _ in range(1000):  # turns of the event loop, in which a task that does not wait continues
+            await asyncio.sleep(0)
         begin(Caller("third"))
         async with made.target("one", sql.info.dbname) as connection:  # others do not wait
             await connection.execute("select 1")
