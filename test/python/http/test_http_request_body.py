@@ -201,7 +201,7 @@ async def test_the_bodies_of_all_requests_share_a_limit_of_memory(
     one = len(body)
     monkeypatch.setattr(memory, "BODIES_LIMIT", one * 3 // 2)
     first = asyncio.create_task(refusal(web, DIRECT, body))
-    await entered.wait()
+    await asyncio.wait_for(entered.wait(), PATIENCE)
     async with asyncio.timeout(PATIENCE):
         answer = await web.post(DIRECT, content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
