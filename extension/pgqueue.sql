@@ -1938,21 +1938,20 @@ language sql stable as $$
     order by p.proname
 $$;
 
-create function pgqueue._call_queue_handlers(event text, before pgqueue.queues, after pgqueue.queues)
-returns void language plpgsql volatile as $$
+create function pgqueue._call_queue_handlers(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     handler regproc;
 begin
-    for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
+    for handler in select h from pgqueue._handlers('_on_queue_changed_') as h loop
         execute format('select %s($1, $2)', handler) using before, after;
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<module>(before, after) of each module that defines it. The event is queue_changed: before is null if
-the queue was created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively;
-when it is being dropped, its row is deleted and its messages still exist. Or the event is queue_sweeping, with after
-alone: this handler must not wait for a lock or raise an error.';
+comment on function pgqueue._call_queue_handlers(pgqueue.queues, pgqueue.queues) is
+'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was created,
+and after is null if it is being dropped. The queue is locked, in these two cases exclusively; when it is being dropped,
+its row is deleted and its messages still exist.';
 
 create function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -2455,7 +2454,7 @@ begin
     else
         perform pgqueue._drop_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_changed', null, q);
+    perform pgqueue._call_queue_handlers(null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -2562,7 +2561,7 @@ begin
     -- The repair that doctor suggests relies on this.
     perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._missing_counters(q.name)) as r
     where q.counters;
-    perform pgqueue._call_queue_handlers('queue_changed', before, q);
+    perform pgqueue._call_queue_handlers(before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');
@@ -2750,7 +2749,7 @@ declare
     removed bigint;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._call_queue_handlers('queue_changed', q, null);
+    perform pgqueue._call_queue_handlers(q, null);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -4410,10 +4409,15 @@ late, or the places below the register of each priority. Returns up to wanted id
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
+declare
+    handler regproc;
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
-        perform pgqueue._call_queue_handlers('queue_sweeping', null, q);
+        -- A handler must not wait for a lock or raise an error.
+        for handler in select h from pgqueue._handlers('_on_queue_sweeping_') as h loop
+            execute format('select %s($1)', handler) using q;
+        end loop;
     end if;
 end;
 $$;
@@ -8144,8 +8148,8 @@ begin
 end;
 $$;
 
-create function pgqueue._on_queue_sweeping_dead_letter_to(nothing pgqueue.queues, q pgqueue.queues)
-returns void language plpgsql volatile as $$
+create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;
@@ -8761,8 +8765,10 @@ comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, 
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create function pgqueue._ack_open_batch(inout s pgqueue.streams, out acked int)
+create function pgqueue._ack_open_batch(s pgqueue.streams) returns int
 language plpgsql volatile as $$
+declare
+    acked int;
 begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
@@ -8775,13 +8781,12 @@ begin
             and pgqueue._is_claimed_by(m, s.claim_token);
         get diagnostics acked = row_count;
     end if;
-    acked := pgqueue._count('acknowledged', s.queue_name, acked);
     update pgqueue.streams t
     set acked_seq = s.acked_seq + 1, acked_token = s.claim_token, claim_token = null, ids = null, left_out = null,
         partitions = null, visibility_timeout = null, claimed_at = null, claimed_until = null, replays = null,
         begun_epoch = null
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name
-    returning t.* into s;
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
 
@@ -8891,7 +8896,8 @@ begin
     end if;
 
     if after_seq = s.acked_seq + 1 and after_token = s.claim_token then
-        s := (pgqueue._ack_open_batch(s)).s;
+        perform pgqueue._ack_open_batch(s);
+        s := pgqueue._lock_stream(queue_name, stream_name);
     elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
         perform pgqueue._raise_stream_out_of_step(s, after_seq);
     elsif s.claim_token is not null then
@@ -9072,7 +9078,7 @@ begin
         return 0;
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
-    return (pgqueue._ack_open_batch(s)).acked;
+    return pgqueue._ack_open_batch(s);
 end;
 $$;
 comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
@@ -10843,7 +10849,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
-        perform pgqueue._call_queue_handlers('queue_changed', q, w) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers(q, w) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception when lock_not_available then

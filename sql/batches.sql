@@ -80,8 +80,10 @@ comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, 
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create or replace function pgqueue._ack_open_batch(inout s pgqueue.streams, out acked int)
+create or replace function pgqueue._ack_open_batch(s pgqueue.streams) returns int
 language plpgsql volatile as $$
+declare
+    acked int;
 begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
@@ -94,13 +96,12 @@ begin
             and pgqueue._is_claimed_by(m, s.claim_token);
         get diagnostics acked = row_count;
     end if;
-    acked := pgqueue._count('acknowledged', s.queue_name, acked);
     update pgqueue.streams t
     set acked_seq = s.acked_seq + 1, acked_token = s.claim_token, claim_token = null, ids = null, left_out = null,
         partitions = null, visibility_timeout = null, claimed_at = null, claimed_until = null, replays = null,
         begun_epoch = null
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name
-    returning t.* into s;
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
 
@@ -210,7 +211,8 @@ begin
     end if;
 
     if after_seq = s.acked_seq + 1 and after_token = s.claim_token then
-        s := (pgqueue._ack_open_batch(s)).s;
+        perform pgqueue._ack_open_batch(s);
+        s := pgqueue._lock_stream(queue_name, stream_name);
     elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
         perform pgqueue._raise_stream_out_of_step(s, after_seq);
     elsif s.claim_token is not null then
@@ -391,7 +393,7 @@ begin
         return 0;
     end if;
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
-    return (pgqueue._ack_open_batch(s)).acked;
+    return pgqueue._ack_open_batch(s);
 end;
 $$;
 comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is

@@ -32,8 +32,8 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._on_queue_sweeping_dead_letter_to(nothing pgqueue.queues, q pgqueue.queues)
-returns void language plpgsql volatile as $$
+create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     source pgqueue.queues;
     dead refcursor;

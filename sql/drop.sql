@@ -104,7 +104,7 @@ declare
     removed bigint;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._call_queue_handlers('queue_changed', q, null);
+    perform pgqueue._call_queue_handlers(q, null);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then

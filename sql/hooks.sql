@@ -12,21 +12,20 @@ language sql stable as $$
     order by p.proname
 $$;
 
-create or replace function pgqueue._call_queue_handlers(event text, before pgqueue.queues, after pgqueue.queues)
-returns void language plpgsql volatile as $$
+create or replace function pgqueue._call_queue_handlers(before pgqueue.queues, after pgqueue.queues) returns void
+language plpgsql volatile as $$
 declare
     handler regproc;
 begin
-    for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
+    for handler in select h from pgqueue._handlers('_on_queue_changed_') as h loop
         execute format('select %s($1, $2)', handler) using before, after;
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<module>(before, after) of each module that defines it. The event is queue_changed: before is null if
-the queue was created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively;
-when it is being dropped, its row is deleted and its messages still exist. Or the event is queue_sweeping, with after
-alone: this handler must not wait for a lock or raise an error.';
+comment on function pgqueue._call_queue_handlers(pgqueue.queues, pgqueue.queues) is
+'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was created,
+and after is null if it is being dropped. The queue is locked, in these two cases exclusively; when it is being dropped,
+its row is deleted and its messages still exist.';
 
 create or replace function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$

@@ -190,7 +190,7 @@ begin
     else
         perform pgqueue._drop_counters(q.name);
     end if;
-    perform pgqueue._call_queue_handlers('queue_changed', null, q);
+    perform pgqueue._call_queue_handlers(null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -297,7 +297,7 @@ begin
     -- The repair that doctor suggests relies on this.
     perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._missing_counters(q.name)) as r
     where q.counters;
-    perform pgqueue._call_queue_handlers('queue_changed', before, q);
+    perform pgqueue._call_queue_handlers(before, q);
     return pgqueue._public_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', queue_name, 'alter_queue');

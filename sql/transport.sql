@@ -270,7 +270,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
-        perform pgqueue._call_queue_handlers('queue_changed', q, w) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers(q, w) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception when lock_not_available then

@@ -355,9 +355,11 @@ def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Se
     CALLS[call](session, session.run)
     session.connection.execute("set auto_explain.log_min_duration = -1")
 
+    # A record reads a bounded range of ids, most of which were removed, by a bitmap of the primary key.
+    plans = [plan for plan in session.plans if "_living_ids." not in plan["Query Text"]]
     seen = [
         node | {"Query Text": plan["Query Text"]}
-        for plan in session.plans
+        for plan in plans
         for node in nodes(plan["Plan"])
         if node.get("Relation Name", "").startswith("messages") and node["Node Type"] not in ("ModifyTable", "LockRows")
     ]
@@ -373,7 +375,7 @@ def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Se
     assert not elsewhere, json.dumps(elsewhere, indent=1)
     assert not [
         node["Node Type"]
-        for plan in session.plans
+        for plan in plans
         if "pgqueue.messages" in plan["Query Text"] and "requeued_messages" not in plan["Query Text"]
         for node in nodes(plan["Plan"])
         if node["Node Type"] in ("Sort", "Seq Scan", "Bitmap Heap Scan", "Incremental Sort")
