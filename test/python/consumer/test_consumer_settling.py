@@ -264,6 +264,7 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(ca
 
 
 async def test_a_call_does_not_wait_for_ever_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "record", 3600.0)
     parts = runtime(mode="receive")
     called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
     called._start([], partial(called._record_failures, Desk().hold(1), REFUSED))
@@ -272,7 +273,8 @@ async def test_a_call_does_not_wait_for_ever_for_a_record(monkeypatch: pytest.Mo
     monkeypatch.setattr(timings, "record", 0.0)
     called._start([], partial(called._record_failures, Desk().hold(2), REFUSED))
     await turn_until(lambda: called.free == parts.limit - 1)
-    called.detach_running_calls()
+    parts.stops = 1  # A stop flushes the settlements for a limited time, after the calls have ended.
+    parts.signal()
     await turn_until(lambda: not called.running)
 
 

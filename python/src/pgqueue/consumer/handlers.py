@@ -334,12 +334,13 @@ class HandlerCalls:
         self._runtime.signal()
 
     async def _record_failures(
-        self, messages: list[ClaimedMessage], error: BaseException | None, call: HandlerCall
+        self, messages: list[ClaimedMessage], error: BaseException | None, _: HandlerCall
     ) -> None:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back.
 
         They can be received before that: their attempts would not be counted, and a handler that hangs would hang once
-        more. So the call ends only then, or after `timings.record` where nothing can be recorded, as on a full disk.
+        more. So the call ends only then, or after `timings.record` where nothing can be recorded, as on a full disk. In
+        a stop, which receives nothing more, it ends at once.
         """
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
@@ -347,7 +348,7 @@ class HandlerCalls:
             self._runtime.report_failure(result)
             self.claims.queue({message: result})
         await self._runtime.wait_until(
-            lambda: call.is_cancelled or all(message.is_recorded for message in messages),
+            lambda: self._runtime.is_stopping or all(message.is_recorded for message in messages),
             time.monotonic() + timings.record,
         )
 
@@ -374,7 +375,6 @@ class HandlerCalls:
         self._runtime.log(logging.DEBUG, f"stopping: {counted(len(calls), 'handler')} cancelled")
         for call in calls:
             call.cancel()
-        self._runtime.signal()
         await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
         # A handler may have locked its message.
         aborts = [asyncio.create_task(in_thread(call.abort_connection)) for call in self.running]
