@@ -3947,16 +3947,20 @@ language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    if not current_setting('transaction_read_only')::boolean
-        and exists (
-            select from pgqueue.sweep_state s
-            where s.queue_name = q.name and at - s.recorded_at not between interval '0' and interval '1 s'
-                -- sweep_resume_id is 1 if the last sweep has read few removed rows.
-                and (not if_behind or pg_sequence_last_value(q.sweep_resume_id) <> 1
-                    and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000)
-        )
-        and pgqueue._try_lock_existing_queue(q)
-    then
+    if current_setting('transaction_read_only')::boolean or not exists (
+        select from pgqueue.sweep_state s
+        where s.queue_name = q.name and at - s.recorded_at not between interval '0' and interval '1 s'
+    ) then
+        return;
+    end if;
+    -- The lock comes first: a session that reads a register waits for a transaction that drops the queue.
+    if pgqueue._try_lock_existing_queue(q) and (not if_behind or exists (
+        select from pgqueue.sweep_state s
+        where s.queue_name = q.name
+            -- sweep_resume_id is 1 if the last sweep has read few removed rows.
+            and pg_sequence_last_value(q.sweep_resume_id) <> 1
+            and pg_sequence_last_value(q.fresh_from_id) - s.settled_id between 100 and 1000000000000
+    )) then
         -- Also above fresh_from_id, which may lag: the slower one of two claims can set it back.
         perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1);
     end if;
