@@ -1972,9 +1972,9 @@ begin
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(pgqueue.queues, pgqueue.queues) is
-'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was created,
-and after is null if it is being dropped. The queue is locked, in these two cases exclusively; when it is being dropped,
-its row is deleted and its messages still exist.';
+'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was
+created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively. When it is being
+dropped, its row is deleted and its messages still exist.';
 
 create function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$
