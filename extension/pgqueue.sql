@@ -11546,8 +11546,8 @@ returns table (relation regclass, row_type regtype, least_bytes bigint) language
 $$;
 
 create function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
-as $$
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+language sql volatile as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
     select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
