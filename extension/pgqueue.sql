@@ -2441,13 +2441,19 @@ begin
     end if;
 
     q := pgqueue._with_new_registers(q);
-    -- All columns but kind, which is computed.
-    insert into pgqueue.queues values (
+    insert into pgqueue.queues (
+        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
+        backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id, fresh_from_id,
+        sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for, expires_after_idle, dedup_window,
+        group_limit, on_dead, max_in_flight, rate_limit, rate_period, priorities, counters, dead_letter_to
+    )
+    values (
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
-        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter, q.dedicated, null, pgqueue._now(), pgqueue._now(),
+        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter, q.dedicated, pgqueue._now(), pgqueue._now(),
         q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until, q.archive_for,
         q.expires_after_idle, q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period,
-        q.priorities, q.counters, q.dead_letter_to)
+        q.priorities, q.counters, q.dead_letter_to
+    )
     returning * into q;
     if q.counters then
         perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
