@@ -4854,7 +4854,7 @@ begin
         ) s
         cross join lateral (
             -- The lock of a group that gives no message would keep others from it until the transaction ends.
-            -- Of a group that waits for a dead letter, only spent messages at its start are removed.
+            -- Of a group that waits for a dead letter, spent messages are removed: at its start, or claimed before.
             select case
                 when case when q.group_limit = 1 then s.is_visible else
                         q.group_limit > (
@@ -4873,7 +4873,13 @@ begin
                         ) is not null)
                     end
                     and not (q.on_dead = 'hold' and s.is_visible = s.is_ready
-                        and pgqueue._has_group_dead_letter(q.name, s.position))
+                        and pgqueue._has_group_dead_letter(q.name, s.position)
+                        and (q.group_limit = 1 or (
+                            select true from pgqueue.messages c
+                            where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                                and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                            limit 1
+                        ) is null))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
             offset 0
         ) h

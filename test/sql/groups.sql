@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(94);
+select plan(96);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -207,6 +207,12 @@ select is((select string_agg(d.payload #>> '{}', ' ') from pgqueue.dead_messages
 select pgqueue.create_queue('held3', '1 s', 1, group_limit => 3, on_dead => 'hold'), pg_temp.send('held3', 'a1'), pg_temp.claim('held3'), pg_temp.send('held3', 'a2 a3') \g /dev/null
 select pg_temp.at('2030-01-01 12:08:22') \g /dev/null
 select is(pg_temp.claim('held3'), null, 'with on_dead hold a group waits for a message without attempts before the ready ones');
+select pgqueue.create_queue('held4', '1 s', 1, group_limit => 3, on_dead => 'hold'), pg_temp.send('held4', 'a1 a2 a3'), pg_temp.claim('held4') \g /dev/null
+select pgqueue.release('held4', array[c.id], c.token) from claims c where c.payload = 'a1' \g /dev/null
+select pgqueue.reject('held4', c.id, c.token) from claims c where c.payload = 'a3' \g /dev/null
+select pg_temp.at('2030-01-01 12:08:24') \g /dev/null
+select is(pg_temp.claim('held4'), null, 'with on_dead hold a group gives no message while it waits for its dead letter');
+select is((select string_agg(d.payload #>> '{}', ' ' order by d.id) from pgqueue.dead_messages d where d.queue_name = 'held4'), 'a2 a3', 'a claim makes a dead letter of a message without attempts, also if its group waits for another one');
 
 -- Groups that give no message
 
