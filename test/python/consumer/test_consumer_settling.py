@@ -278,6 +278,14 @@ async def test_a_call_does_not_wait_for_ever_for_a_record(monkeypatch: pytest.Mo
     await turn_until(lambda: not called.running)
 
 
+async def test_a_message_of_an_abandoned_call_is_acknowledged_though_that_call_said_it_does_so() -> None:
+    desk = Desk()
+    (held,) = desk.hold(1)
+    held.is_settled_by_handler = True
+    renewed = desk.claims.renew(held)
+    assert (renewed.claimed_until, renewed.is_settled_by_handler) == (held.claimed_until, False)
+
+
 def answers(*settled: bool) -> list[SettledClaim]:
     return [SettledClaim(number, one) for number, one in enumerate(settled, 1)]
 

@@ -181,7 +181,7 @@ class Claims:
 
     def renew(self, message: ClaimedMessage) -> ClaimedMessage:
         """Move the claim of an abandoned call to a new ClaimedMessage, so that the call cannot change its state."""
-        renewed = replace(message, call=None, state=State.CLAIMED)
+        renewed = replace(message, call=None, is_settled_by_handler=False, state=State.CLAIMED)
         self.forget(message)
         self.held.add(renewed)
         return renewed
