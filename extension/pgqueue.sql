@@ -6470,7 +6470,7 @@ begin
         when ids is null then pgqueue._remove_found_spent_messages(q, at, max_messages)
         else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
     end;
-    dead := pgqueue._open_dead_letters(q.name, ids, max_messages, false);
+    select d into dead from pgqueue._open_dead_letters(q.name, ids, max_messages, false) as d;
     loop
         places := (pgqueue._fetch_slice(dead)).places;
         exit when places = '{}';
@@ -6564,7 +6564,7 @@ begin
             else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
         end;
     end if;
-    dead := pgqueue._open_dead_letters(queue_name, ids, null, true);
+    select d into dead from pgqueue._open_dead_letters(queue_name, ids, null, true) as d;
     loop
         places := (pgqueue._fetch_slice(dead)).places;
         exit when places = '{}';
@@ -8176,7 +8176,7 @@ begin
         continue when not exists (
             select from pgqueue.dead_messages d
             where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
-        dead := pgqueue._open_dead_letters(source.name, null, 1000, false);
+        select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
         while slices_left > 0 and pgqueue._has_time() loop
             places := (pgqueue._fetch_slice(dead)).places;
             exit when places = '{}';

@@ -100,7 +100,7 @@ begin
         when ids is null then pgqueue._remove_found_spent_messages(q, at, max_messages)
         else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
     end;
-    dead := pgqueue._open_dead_letters(q.name, ids, max_messages, false);
+    select d into dead from pgqueue._open_dead_letters(q.name, ids, max_messages, false) as d;
     loop
         places := (pgqueue._fetch_slice(dead)).places;
         exit when places = '{}';
@@ -194,7 +194,7 @@ begin
             else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
         end;
     end if;
-    dead := pgqueue._open_dead_letters(queue_name, ids, null, true);
+    select d into dead from pgqueue._open_dead_letters(queue_name, ids, null, true) as d;
     loop
         places := (pgqueue._fetch_slice(dead)).places;
         exit when places = '{}';

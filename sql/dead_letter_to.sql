@@ -44,7 +44,7 @@ begin
         continue when not exists (
             select from pgqueue.dead_messages d
             where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
-        dead := pgqueue._open_dead_letters(source.name, null, 1000, false);
+        select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
         while slices_left > 0 and pgqueue._has_time() loop
             places := (pgqueue._fetch_slice(dead)).places;
             exit when places = '{}';
