@@ -5911,7 +5911,7 @@ begin
         if found then
             return pgqueue._count('acknowledged', queue_name, 1) = 1;
         end if;
-    elsif pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
+    elsif claim_token is not null and pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
         return pgqueue._count('acknowledged', queue_name, 1) = 1;
     end if;
     perform pgqueue._check_claim(id, claim_token);
@@ -5946,7 +5946,8 @@ begin
         end if;
         get diagnostics acked = row_count;
     else
-        acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));
+        -- Null would stand for valid claims.
+        acked := case when claim_token is null then 0 else cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token)) end;
     end if;
     if acked = 0 then
         if ids is null then

@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(174);
+select plan(176);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -304,6 +304,11 @@ select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
 select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages at its commit an hour after maintenance failed');
+-- A null token
+select pgqueue.enqueue('archive_hindered', '2') \g /dev/null
+select c.id from pgqueue.claim('archive_hindered', 10) c \g /dev/null
+select throws_ok($$ select pgqueue.ack(m.queue_name, m.id, null) from pgqueue.messages m where m.queue_name = 'archive_hindered' $$, '22023', null, 'ack refuses a null token in a queue with an archive');
+select throws_ok($$ select pgqueue.ack_batch(m.queue_name, array[m.id], null) from pgqueue.messages m where m.queue_name = 'archive_hindered' $$, '22023', null, 'ack_batch refuses a null token in a queue with an archive');
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
 
 -- A view depends on a day table.
