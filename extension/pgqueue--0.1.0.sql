@@ -4727,10 +4727,7 @@ begin
             offset 0
         ) claimed
         cross join lateral (
-            -- What has no attempts left holds the later ones like the dead letter that it will be.
-            select w.id, w.is_ready, q.on_dead = 'hold' and (
-                bool_or(not w.is_ready) over (rows unbounded preceding)
-                or pgqueue._has_group_dead_letter(q.name, p.place)) as is_held
+            select w.id, w.is_ready, count(*) filter (where not w.is_ready) over (rows unbounded preceding) as spent
             from (
                 select c.id, pgqueue._is_ready(c, at) as is_ready from pgqueue.messages c
                 where pgqueue._is_in_group(c, q.kind, q.name, p.place, first_id) and c.id + 0 <= claimed.last_id
@@ -4742,14 +4739,18 @@ begin
                 for update skip locked
             ) w
         ) m
-        where not (m.is_ready and m.is_held)
+        where case when m.is_ready
+            -- What has no attempts left holds the later ones like the dead letter that it will be.
+            then not (q.on_dead = 'hold' and (m.spent > 0 or pgqueue._has_group_dead_letter(q.name, p.place)))
+            -- One for each group: the claim reads the group from there on.
+            else m.spent = 1 end
         limit wanted
     ) g;
 end;
 $$;
 comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
 'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
-and the spent ones. The claim removes the latter, and then looks again.';
+and the first spent one of each. The claim removes the latter, and then looks again.';
 
 create function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
 language sql stable as $$

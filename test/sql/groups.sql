@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(96);
+select plan(97);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -213,6 +213,14 @@ select pgqueue.reject('held4', c.id, c.token) from claims c where c.payload = 'a
 select pg_temp.at('2030-01-01 12:08:24') \g /dev/null
 select is(pg_temp.claim('held4'), null, 'with on_dead hold a group gives no message while it waits for its dead letter');
 select is((select string_agg(d.payload #>> '{}', ' ' order by d.id) from pgqueue.dead_messages d where d.queue_name = 'held4'), 'a2 a3', 'a claim makes a dead letter of a message without attempts, also if its group waits for another one');
+select pgqueue.create_queue('spent', group_limit => 3) \g /dev/null
+select pgqueue.enqueue('spent', to_jsonb(w.g || n), group_key => w.g, expires_in => case w.place when 2 then interval '1 s' end)
+from (
+    select g, row_number() over (order by pgqueue._group_position(jsonb_build_object('pgqueue.group', g), 0)) as place
+    from unnest('{a,b,c}'::text[]) as g
+) w, generate_series(1, case w.place when 2 then 3 else 1 end) as n \g /dev/null
+select pg_temp.at('2030-01-01 12:08:26') \g /dev/null
+select is((select count(*) from pgqueue.claim('spent', 3)), 2::bigint, 'expired messages of a group take no places of the groups behind it in a claim');
 
 -- Groups that give no message
 
