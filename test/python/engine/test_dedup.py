@@ -176,12 +176,13 @@ def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
         other.execute("set lock_timeout = '10 s'")
         with one.transaction():
             one.execute("select pgqueue.receive('a')")
-            assert one.execute("select count(*) from pgqueue.compactions").fetchone() == (1,)
+            requests = "select table_name from pgqueue.compactions where table_name ~ 'dedup'"
+            assert one.execute(requests).fetchall() == [("_truncate_dedup_keys",)]
             other.execute(due)
             assert other.execute("select pgqueue.claim('b')").fetchall() == []
             assert other.execute("select count(*) from pgqueue.dedup_keys").fetchone() == (0,)
             # The other session has truncated the table, and the commit of this one finds nothing to do.
-        assert one.execute("select count(*) from pgqueue.compactions").fetchone() == (0,)
+        assert one.execute(requests).fetchall() == []
         # An open transaction that holds the lock of the table delays no claim either. The table is not truncated then.
         one.execute(keys)
         one.execute("select pg_stat_force_next_flush()")
