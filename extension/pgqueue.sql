@@ -4509,8 +4509,7 @@ $$;
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
-) returns bigint[]
-language plpgsql volatile as $$
+) returns bigint[] language plpgsql volatile as $$
 declare
     s pgqueue.sweep_state;
     -- Where there can be messages that claims have passed: ids or, in a queue with priorities, positions.
