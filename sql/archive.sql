@@ -122,7 +122,7 @@ begin
     open unfiled for
         select f.id, f.ctid as place, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
         from pgqueue.unfiled_messages f
-        where f.finished_at < pgqueue._archive_expiry(confirmed_at) or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
+        where f.finished_at < (select pgqueue._archive_expiry(confirmed_at)) or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
     for n in 1..case when is_commit then 2 else 1000000 end loop
         places := (pgqueue._fetch_slice(unfiled)).places;
         exit when places = '{}';

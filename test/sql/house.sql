@@ -20,7 +20,7 @@ select is_empty(
     $$ select f.signature from functions f join pg_proc p using (oid)
     where (f.prosecdef or f.lanname = 'plpgsql' and (p.prorettype = 'trigger'::regtype or f.proname in (select split_part(a.object, '.', 2) from pgqueue._access_privileges() a)))
         <> (coalesce(f.proconfig, '{}') @> array['search_path=pg_catalog, pg_temp']) $$,
-    'the functions that a caller or a trigger enters pin their search_path, and those that they call have it from them');
+    'entry points, and they alone, pin their search_path');
 select is_empty($$ select signature from functions where is_public and not prosecdef and proname <> 'channel' $$, 'every verb is security definer');
 select is_empty($$ select signature from functions f join pg_proc p using (oid) where not f.is_public and f.prosecdef and p.prorettype <> 'trigger'::regtype $$, 'no private function is security definer, except trigger functions, which cannot be called directly');
 select is_empty($$ select signature from functions where proisstrict and provolatile <> 'i' $$, 'every strict function is immutable');
