@@ -61,8 +61,8 @@ declare
     probe tid;
 begin
     -- A commit obeys no statement_timeout, but each wait for a lock obeys the lock_timeout of this function.
-    if new.table_name = '' then
-        delete from pgqueue.compactions c where c.table_name = '';
+    if new.handler = '' then
+        delete from pgqueue.compactions c where c.handler = '';
         return null;
     end if;
     -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
@@ -73,7 +73,7 @@ begin
     end if;
     -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
     -- the insert, and deletes the row. At the commit it is deferred.
-    insert into pgqueue.compactions (tried_at, table_name) values (at, '') returning compactions.ctid into probe;
+    insert into pgqueue.compactions (tried_at, handler) values (at, '') returning compactions.ctid into probe;
     delete from pgqueue.compactions c where c.ctid = probe;
     if not found then
         return null;
@@ -81,8 +81,8 @@ begin
     delete from pgqueue.compactions c
     where c.ctid = any (array(
         select o.ctid from pgqueue.compactions o
-        where o.outcome is null and o.table_name = new.table_name for update skip locked));
-    execute format('select pgqueue.%I($1)', new.table_name) using at;
+        where o.handler = new.handler for update skip locked));
+    execute format('select pgqueue.%I($1)', new.handler) using at;
     return null;
 exception when query_canceled or others then
     -- It must not fail the transaction of a claim. The next housekeeping or maintenance requests it again.
@@ -92,14 +92,14 @@ $$;
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
-for each row when (new.outcome is null) execute function pgqueue._do_at_commit();
+for each row when (new.handler is not null) execute function pgqueue._do_at_commit();
 
 create or replace function pgqueue._request_at_commit(handler text, at timestamptz) returns void
 language plpgsql volatile as $$
 begin
     -- The caller may have set all constraints to immediate. The locks would then last until its transaction ends.
     set constraints pgqueue.do_at_commit deferred;
-    insert into pgqueue.compactions (tried_at, table_name) values (at, handler);
+    insert into pgqueue.compactions (tried_at, handler) values (at, handler);
 end;
 $$;
 comment on function pgqueue._request_at_commit(text, timestamptz) is

@@ -176,7 +176,7 @@ def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
         other.execute("set lock_timeout = '10 s'")
         with one.transaction():
             one.execute("select pgqueue.receive('a')")
-            requests = "select table_name from pgqueue.compactions where table_name ~ 'dedup'"
+            requests = "select handler from pgqueue.compactions where handler ~ 'dedup'"
             assert one.execute(requests).fetchall() == [("_truncate_dedup_keys",)]
             other.execute(due)
             assert other.execute("select pgqueue.claim('b')").fetchall() == []

@@ -44,7 +44,7 @@ KINDS = {
 }
 
 
-REQUEST = "insert into pgqueue.compactions (tried_at, table_name, outcome) values (now(), '_to_micros', null)"
+REQUEST = "insert into pgqueue.compactions (tried_at, handler, table_name, outcome) values (now(), '_to_micros', null, null)"
 
 
 def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
@@ -59,7 +59,7 @@ def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", [queue])
     connection.execute("set session_replication_role = replica")  # no trigger adds the tick or takes the request
     connection.execute("delete from pgqueue.scheduled_messages where queue_name = %s", [queue])
-    connection.execute(f"delete from pgqueue.compactions; {REQUEST}, ('1970-01-01', 'any', 'busy')".encode())
+    connection.execute(f"delete from pgqueue.compactions; {REQUEST}, ('1970-01-01', null, 'any', 'busy')".encode())
     connection.execute("reset session_replication_role")
 
 
@@ -139,7 +139,7 @@ def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
             locking.execute(lock.format(table).encode(), [[other]])
         locking.execute("select from pgqueue.compactions for update")
         connection.execute(REQUEST)
-        done = "select count(*) from pgqueue.compactions where table_name = '_to_micros' and outcome is null"
+        done = "select count(*) from pgqueue.compactions where handler = '_to_micros'"
         assert value(done) == 1
         with recording.transaction():
             recording.execute(lock.format("sweep_state").encode(), [[name, dead_letters]])
