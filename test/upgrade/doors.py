@@ -54,7 +54,7 @@ def old_script(current: str) -> str:
         ),
         (r"(comment on table pgqueue.queues is\n)'.*';", r"\1'Queues.';"),
         (r"^create function pgqueue\.reject\((?s:.*?)^comment on function pgqueue\.reject\(.*\n'(?s:.*?)';\n", ""),
-        (r"\$\$ select '[0-9.]+'::text \$\$", f"$$ select '{OLD}'::text $$"),
+        (rf"\$\$ select '{NEW}'::text \$\$", f"$$ select '{OLD}'::text $$"),
         (r"    return least\(total, max_records\);", "    return 42;"),
     ):
         script = re.sub(pattern, replacement, script, flags=re.MULTILINE)

@@ -1,6 +1,7 @@
 """Fresh, upgraded and restored installations have the same members, shape and data, and no message is lost."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from typing import Any
 import doors
 import psycopg
 import pytest
-from doors import DELTA, NEW, OLD, build_upgrade, dump, install_old, members, old_script, restore, shape, upgrade
-from harness import Server, prepare_fresh, prepare_plain
+from doors import DELTA, NEW, OLD, build_upgrade, dump, install_old, members, offer, old_script, restore, shape, upgrade
+from harness import ROOT, Server, prepare_fresh, prepare_plain
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
 
@@ -492,6 +493,39 @@ def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:
     assert [json.loads(row)["reason"] for row in after["dead_messages"]] == ["rejected"] * len(QUEUES)
     with server.connect(database) as connection:
         run_every_verb(connection)
+
+
+def released_versions() -> list[str]:
+    """The versions before this one whose scripts are frozen."""
+    frozen = ROOT / "extension/frozen.sha256"
+    found = re.findall(r"  pgqueue--([0-9.]+)\.sql$", frozen.read_text() if frozen.exists() else "", re.MULTILINE)
+    return [version for version in found if version != NEW]
+
+
+def test_a_database_of_each_release_is_upgraded_with_all_its_messages(
+    server: Server, fresh: tuple[list[str], str]
+) -> None:
+    offer(server, {path.name: path.read_text() for path in (ROOT / "extension").glob("pgqueue--*.sql")})
+    for version in released_versions():
+        with server.database("released") as database:
+            with server.connect(database) as connection:
+                connection.execute(f"create extension pgqueue version '{version}'")
+                fill(connection)
+            before = data(server, database)
+            upgrade(server, database)
+            after = data(server, database)
+            for name, rows in before.items():
+                # New columns are at the end.
+                olds, news = ([list(json.loads(row).items()) for row in each] for each in (rows, after[name]))
+                assert [new[: len(old)] for old, new in zip(olds, news, strict=True)] == olds, f"{name} of {version}"
+            with server.connect(database) as connection:
+                assert value(connection, "select pgqueue.version()") == NEW
+                run_every_verb(connection)
+        with server.database("released") as database:
+            with server.connect(database) as connection:
+                connection.execute(f"create extension pgqueue version '{version}'")
+            upgrade(server, database)
+            assert (members(server, database), shape(server, database)) == fresh
 
 
 def test_an_upgrade_refuses_a_build_from_before_the_release(server: Server, database: str) -> None:

@@ -44,7 +44,9 @@ KINDS = {
 }
 
 
-REQUEST = "insert into pgqueue.compactions (tried_at, handler, table_name, outcome) values (now(), '_to_micros', null, null)"
+REQUEST = (
+    "insert into pgqueue.compactions (tried_at, handler, table_name, outcome) values (now(), '_to_micros', null, null)"
+)
 
 
 def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
