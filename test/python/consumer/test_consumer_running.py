@@ -217,6 +217,25 @@ def test_one_consumer_runs_once_at_a_time(case: Case) -> None:
         run.start()
 
 
+class Edges(Consumer):
+    """A consumer that is stopped where it runs, as by a signal handler, before its event loop begins and after that."""
+
+    async def _consume(self) -> None:
+        self.stop()
+        try:
+            await super()._consume()
+        finally:
+            self.stop()
+
+
+@pytest.mark.parametrize("verb", ["run", "start"])
+def test_a_stop_on_the_thread_of_the_run_does_not_wait_for_itself(verb: str, name: str) -> None:
+    consumer = Edges("", name, print)
+    beside(getattr(consumer, verb)).result(PATIENCE)
+    beside(consumer.stop).result(PATIENCE)
+    assert not consumer._stops  # These stops do not end the next run.
+
+
 class Deaf:
     """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
 

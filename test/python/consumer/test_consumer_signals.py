@@ -72,6 +72,9 @@ else:
         print("kept\\n" if handlers() == before else "changed\\n", end="", flush=True)
         consumer.request_stop()
         thread.join()
+    elif flavour == "stopping":
+        signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+        consumer.run()
     elif flavour == "ignoring":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         consumer.run()
@@ -181,6 +184,19 @@ def test_run_in_another_thread_leaves_signals_alone(
         assert sorted(running.next_line() for _ in range(3)) == ["begun", "kept", WAITS]
         running.let_handlers_return()
         assert running.end() == (0, "done\n")
+
+
+def test_a_signal_handler_of_the_program_may_stop_its_consumer(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name).enqueue(1)
+    with program("stopping", database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(SIGTERM)
+        assert running.next_line() == WAITS
+        running.let_handlers_return()
+        assert running.end() == (0, "done\n")
+    assert is_empty(connection, name)
 
 
 def test_a_signal_that_the_program_ignores_stays_ignored(

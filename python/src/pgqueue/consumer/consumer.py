@@ -36,6 +36,7 @@ class _Base(Settings):
     _task: asyncio.Task[None]
     _stops = 0
     _runs_in: int | None = None  # the process: a forked child does not run the consumer
+    _thread: threading.Thread  # in which a `Consumer` runs
     _found: "Future[None]"  # whether the present run has found the queue, or has ended
     _ended: "Future[None]"  # whether the present or the last run has ended
     _error: BaseException | None = None  # what ended a started run, for `stop` to raise
@@ -110,14 +111,14 @@ class _Base(Settings):
 
     async def _stop(self, force: bool, timeout: timedelta | None) -> None:
         if self._busy:
-            ended = self._ended
-            if timeout is not None and self._runtime is not None:
-                self._runtime.grace = timeout.total_seconds()
+            ended, runtime, workers = self._ended, self._runtime, self._workers  # Another thread may remove them.
+            if timeout is not None and runtime is not None:
+                runtime.grace = timeout.total_seconds()
             self._stops = max(self._stops, 2 if force else 1)
             self._tell()
-            if ended.done():
+            if self._runs_in is None:
                 self._stops = 0  # It has ended in the meantime: this stop must not end the next run.
-            if self._workers is not None and self._workers.is_called_by_handler():
+            if workers is not None and workers.is_called_by_handler():
                 return  # The consumer ends only after the caller returns.
             await self._wait(ended)
         self._raise_error()
@@ -129,8 +130,8 @@ class _Base(Settings):
     def _begin(self) -> None:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
-        self._runs_in, self._error = os.getpid(), None
         self._found, self._ended = Future(), Future()
+        self._error, self._thread, self._runs_in = None, threading.current_thread(), os.getpid()
 
     def _finish(self) -> None:
         futures = self._ended, self._found  # Another run may begin as soon as this one is not busy.
@@ -276,10 +277,13 @@ class Consumer(_Base):
             with suppress(BaseException):  # `_error` has it.
                 run_to_end(self._live(is_started=True))
 
-        threading.Thread(target=live, name=f"pgqueue-{self.queue_name}", daemon=True).start()
+        self._thread = threading.Thread(target=live, name=f"pgqueue-{self.queue_name}", daemon=True)
+        self._thread.start()
 
     async def _wait(self, future: "Future[Any]") -> None:
-        future.result()
+        # A callback, or a signal handler that interrupts `run`, at its begin and end too, would wait for itself.
+        if threading.current_thread() is not self._thread:
+            future.result()
 
 
 @dataclass(eq=False, repr=False)

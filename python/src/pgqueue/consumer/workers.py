@@ -211,7 +211,7 @@ class ThreadWorkers(Workers):
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle_threads = 0
-        self._threads = {threading.current_thread()}  # with that of the event loop
+        self._threads: set[threading.Thread] = set()
         self._is_closed = False
 
     def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
@@ -247,7 +247,7 @@ class ThreadWorkers(Workers):
             if self._idle_threads > 0:
                 self._idle_threads -= 1
             else:
-                name = f"pgqueue-{self._settings.queue_name}-{len(self._threads)}"
+                name = f"pgqueue-{self._settings.queue_name}-{len(self._threads) + 1}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 try:
                     thread.start()
@@ -270,7 +270,7 @@ class ThreadWorkers(Workers):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_called_by_handler(self) -> bool:
-        """Whether the caller is a handler, a callback, or a signal handler that interrupts the event loop."""
+        """Whether the caller is a handler."""
         return threading.current_thread() in self._threads
 
     async def close(self) -> None:
