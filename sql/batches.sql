@@ -156,7 +156,7 @@ begin
         exit when cardinality(found_ids) < wanted or bytes >= max_bytes;
         if max_bytes is not null then
             -- As many as fit, if they are as large as those before.
-            portion := greatest(least((max_bytes - bytes) * cardinality(ids) / greatest(bytes, 1), 10000), 1);
+            portion := greatest(least((max_bytes - bytes) / greatest(bytes / cardinality(ids), 1), 10000), 1);
         end if;
     end loop;
     if ids <> '{}' then

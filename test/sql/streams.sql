@@ -235,8 +235,8 @@ begin
     return next is(c.messages, 10, queue || ': a batch with a low max_bytes has 10 messages');
     return next is(pg_temp.read(c, s.epoch), array(select m.id from pgqueue.messages m where m.queue_name = queue order by m.id limit 10), queue || ': the next batch continues with the messages that the limit has left');
     b := c;
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 15, max_bytes => 1000000000);
-    return next is(c.messages, 15, queue || ': a batch with a high max_bytes has max_messages');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 15, max_bytes => 9223372036854775807);
+    return next is(c.messages, 15, queue || ': a batch with the highest max_bytes has max_messages');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 11, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
