@@ -11482,22 +11482,33 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
+create function pgqueue._is_removable(r pgqueue.results) returns boolean
+language plpgsql volatile set enable_seqscan = off set jit = off as $$
+begin
+    -- A message that is still there, or can be sent again, keeps its result.
+    return r.finished_at is not null or not (
+        exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
+        or exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)
+        or exists (select from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id));
+end;
+$$;
+
 -- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
 create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int) returns bigint
-language sql volatile as $$
+language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
     with gone as (
         delete from pgqueue.results r
-        where (r.queue_name, r.id) in (
-            select c.queue_name, c.id from pgqueue.results c
-            where case when q.name is null then c.expires_at <= before
-                    else c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before end
-                -- A message that is still there, or can be sent again, keeps its result.
-                and (c.finished_at is not null or (
-                    not exists (select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id)
-                    and not exists (select from pgqueue.scheduled_messages s where s.queue_name = c.queue_name and s.id = c.id)
-                    and not exists (select from pgqueue.dead_messages d where d.queue_name = c.queue_name and d.id = c.id)))
-            limit batch_size for update skip locked
-        )
+        -- Two searches, as PostgreSQL 17 and earlier plan the statement for all queues.
+        where r.ctid = any (case when q.name is null
+            then array(
+                select c.ctid from pgqueue.results c
+                where c.expires_at <= before and pgqueue._is_removable(c)
+                order by c.expires_at limit batch_size for update skip locked)
+            else array(
+                select c.ctid from pgqueue.results c
+                where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before and pgqueue._is_removable(c)
+                order by c.id limit batch_size for update skip locked)
+        end)
         returning 1
     )
     select count(*) from gone

@@ -4,7 +4,7 @@ lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
-select plan(37);
+select plan(39);
 
 select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
 select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
@@ -81,6 +81,22 @@ select is(array(select r.status from unnest(array[:'uuid', :'scheduled', :'finis
     'claims delete results that have expired, and none of a message that is still there');
 select is(pgqueue.purge_results('results'), 1::bigint, 'purge_results deletes results that have ended');
 select is(pg_temp.result(:'scheduled'), 'ready - 0 [] "-"', 'purge_results leaves results of messages that are scheduled');
+-- Costs. 10,000 results and dead letters have about 500 pages, and the tables are not analyzed.
+select count(*) as sent from pgqueue.create_queue('results-many') \gset
+insert into pgqueue.results (queue_name, id, message_id, enqueued_at, expires_at, expires_in)
+select 'results-many', -n, gen_random_uuid(), pgqueue._now(), pgqueue._now() + (n - 10) * interval '1 s', '1 day' from generate_series(1, 10000) n;
+insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
+select -n, 'results-many', pgqueue._now(), 1, 1, 'rejected' from generate_series(2, 10000) n;
+create function pg_temp.pages(statement text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute 'explain (analyze, buffers, timing off, format json) ' || statement into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+select cmp_ok(pg_temp.pages('select pgqueue._on_housekeeping_due_results(pgqueue._now())'), '<', 300, 'claims do not read the results that have not expired, nor all dead letters');
+select is((select array_agg(n) from generate_series(1, 10) n where not exists (select from pgqueue.results r where r.queue_name = 'results-many' and r.id = -n)), array[1], 'claims delete the expired results of messages that are gone');
 select count(*) as dropped from pgqueue.drop_queue('results') \gset
 select is((select count(*) from pgqueue.results r where r.queue_name = 'results'), 0::bigint, 'a dropped queue leaves no results');
 
