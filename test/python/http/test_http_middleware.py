@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from pgqueue.http import User, create_app, databases, server
+    from pgqueue.http import User, create_app, databases, memory, server
     from pgqueue.http.app import Application
     from pgqueue.http.databases import Databases
+    from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.security.users import hash_password
     from pgqueue.http.settings import Limits, Service, Settings
 
@@ -74,8 +76,38 @@ async def test_a_request_over_the_time_limit_is_cancelled_and_answered(monkeypat
             cancelled = True
         yield
 
-    found = await answer(monkeypatch, application(request_seconds=1), wait)
+    app = application(request_seconds=1)
+    found = await answer(monkeypatch, app, wait)
     assert (found.status_code, found.json()["error"]["code"], cancelled) == (503, "timeout", True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", auth=ADMIN) as client:
+        page = await client.get("/")
+    assert (page.status_code, page.headers["retry-after"]) == (503, "1")
+    assert '<p class="alarm" role="alert">the request took longer than 1 s' in page.text
+
+
+async def test_an_overloaded_server_is_alive() -> None:
+    users = {ADMIN[0]: User(hash_password(ADMIN[1]))}
+    app = create_app(replace(SETTINGS, users=users, limits=Limits(client_connections=0)), "controller")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", auth=ADMIN) as client:
+        refused = await client.get("/v1/queues")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert [(await client.get(path)).status_code for path in ("/readyz", "/healthz")] == [503, 200]
+
+
+def test_a_response_whose_memory_is_taken_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the claim of its messages and its sending, another user has taken memory."""
+    monkeypatch.setattr(memory, "BODIES_LIMIT", 1_000_000)
+    held = Counter[str]()
+    begin(Caller("one"))
+    response = memory.BodyMemory(held)
+    response.take_response(700_000)
+    begin(Caller("other"))
+    memory.BodyMemory(held).take(200_000)
+    begin(Caller("one"))
+    for size in (700_000, 300_000):
+        response.take_response(size)
+    response.release()
+    assert held == {"one": 0, "other": 200_000}
 
 
 async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -187,7 +219,8 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         assert (await ask(1), asked) == ([200], 1)
         monkeypatch.setattr(databases, "_HOLDS_SECONDS", 0.0)
         assert (await ask(1), asked) == ([200], 2)
-        assert await ask(1) == [503]
+        unavailable = await client.get("/readyz")
+        assert (unavailable.status_code, unavailable.headers["retry-after"]) == (503, "1")
 
 
 async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous_user(

@@ -223,6 +223,10 @@ async def test_a_response_that_exceeds_the_memory_is_refused_on_every_route(
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
+async def test_a_path_is_that_of_a_route_as_it_stands(web: httpx.AsyncClient) -> None:
+    assert [(await web.get(f"/openapi{end}")).status_code for end in (".json", "-json", ".json/")] == [200, 404, 404]
+
+
 async def test_the_queue_of_tasks_is_hidden_from_the_page(web: httpx.AsyncClient) -> None:
     queue = SETTINGS.tasks.queue
     place = {"service": "s", "database": "d", "name": queue}
@@ -313,6 +317,7 @@ PUBLISH, QUEUES = "/v1/queues/publish", "/managed-services/s/queues"
 BASE64 = "of the form ^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 EITHER = "null if body is given: a message has exactly one of the two"
 KNOWN = "one of payload, delay_seconds, headers, expires_in_seconds, message_id, body, dedup_key, on_duplicate"
+NUL, WITHOUT_NUL = "x\0", r"of the form ^[^\x00]*$"
 SHORT, LONG_KEY, WHOLE = "at least 1 characters long", "at most 255 characters long", "a whole number"
 MOMENT = "a timestamp with an offset, such as 2026-01-31T12:00:00Z"
 PLAIN: dict[str, Any] = {"payload": 1}
@@ -346,6 +351,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("purge_dead_messages", {}, "ids", [1], [0], "at least 1"),
     ("create_schedule", CREATE, "cron", "x" * 200, "x" * 201, "at most 200 characters long"),
     ("create_schedule", CREATE, "name", "x" * 255, "", SHORT),
+    *(
+        ("create_schedule", CREATE, field, "x", NUL, WITHOUT_NUL)
+        for field in ("name", "cron", "time_zone", "group_key")
+    ),
     ("create_schedule", CREATE, "priority", 9, 10, "at most 9"),
     ("create_schedule", CREATE, "group_key", None, "", SHORT),
     ("create_schedule", CREATE, "headers", {}, [], "a JSON object"),
@@ -359,6 +368,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("enqueue", PLAIN, f"{IN_BATCH}delay_seconds", 43200, 43201, "at most 43200"),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x" * 255, "x" * 256, LONG_KEY),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x", "", SHORT),
+    *(("enqueue", PLAIN, f"{IN_BATCH}{field}", "x", NUL, WITHOUT_NUL) for field in ("dedup_key", "group_key")),
     ("enqueue", PLAIN, f"{IN_BATCH}on_duplicate", "replace", "skip", "keep or replace"),
     ("enqueue", PLAIN, f"{IN_BATCH}group_key", "x", "", SHORT),
     ("enqueue", PLAIN, f"{IN_BATCH}priority", 9.0, 10, "at most 9"),
@@ -367,6 +377,8 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("enqueue", PLAIN, f"{IN_BATCH}message_id", TOKEN, "order-1", "a UUID"),
     (PUBLISH, PLAIN, "topic", "x" * 255, "x" * 256, LONG_KEY),
     *((PUBLISH, PLAIN, "topic", "x", bad, limit) for bad, limit in ((None, "a string"), ("", SHORT))),
+    (PUBLISH, PLAIN, "topic", "x", NUL, WITHOUT_NUL),
+    (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", ["x"], [NUL], WITHOUT_NUL),
     (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", ["x"] * 100, ["x"] * 101, "at most 100 items long"),
     (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", None, [""], SHORT),
     (QUEUES, {}, "name", "a" * 128, "a" * 129, "at most 128 characters long"),

@@ -234,13 +234,17 @@ async def test_a_listener_unlistens_channels_without_waiters(
     await listeners.close()
 
 
-async def test_a_user_leaves_connections_to_other_users(connect: Connect, sql: psycopg.Connection[Any]) -> None:
-    made = connect(connections=5)
-    held, released = asyncio.Semaphore(0), asyncio.Event()
+@pytest.mark.parametrize("kind", [{}, {"is_slow": True}], ids=["any", "slow"])
+async def test_a_user_leaves_connections_to_other_users(
+    connect: Connect, sql: psycopg.Connection[Any], kind: dict[str, bool]
+) -> None:
+    made = connect(connections=10 if kind else 5)
+    held, released, users = asyncio.Semaphore(0), asyncio.Event(), list[str]()
 
     async def use(user: str) -> None:
         begin(Caller(user))
-        async with made.target("one", sql.info.dbname):
+        async with made.target("one", sql.info.dbname, **kind):
+            users.append(user)
             held.release()
             await released.wait()
 
@@ -250,11 +254,29 @@ async def test_a_user_leaves_connections_to_other_users(connect: Connect, sql: p
             await held.acquire()
         requests.append(asyncio.create_task(use("one")))
         await held.acquire()  # the fifth connection is for another user
-        assert held.locked()
+        assert users == ["many"] * 4 + ["one"]
         await end_tasks(requests[5:6])
         released.set()
         await asyncio.gather(*requests, return_exceptions=True)
         assert not any(each.exception() for each in requests if not each.cancelled())
+
+
+async def test_users_take_turns_at_large_requests(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+    made, order, begun, released = connect(), list[str](), asyncio.Event(), asyncio.Event()
+
+    async def use(user: str) -> None:
+        begin(Caller(user))
+        async with made.target("one", sql.info.dbname, is_large=True):
+            order.append(user)
+            begun.set()
+            await released.wait()
+
+    async with asyncio.timeout(PATIENCE):
+        requests = [asyncio.create_task(use(user)) for user in ("many", "many", "many", "one")]
+        await begun.wait()
+        released.set()
+        await asyncio.gather(*requests)
+    assert order == ["many", "one", "many", "many"]
 
 
 @pytest.mark.parametrize("kind", [{"is_large": True}, {"is_slow": True}], ids=["large", "slow"])

@@ -213,6 +213,10 @@ class Routes(list[Route]):
         return self.add(method, path, need, is_page=True)
 
 
+def _pattern(path: str) -> str:
+    return re.sub("{[a-z_]+}", "[^/]+", path.replace(".", "[.]"))
+
+
 class Table:
     """Finds the route of a path. A path without names is preferred to one with names."""
 
@@ -222,7 +226,7 @@ class Table:
         self._of_method = {each: [route for route in self.routes if route.method == each] for each in methods}
         # A pattern whose groups are the paths of the routes: to try each costs as much as a small statement.
         self._patterns = {
-            method: re.compile("|".join(f"({re.sub('{[a-z_]+}', '[^/]+', each.path)})" for each in routes))
+            method: re.compile("|".join(f"({_pattern(each.path)})" for each in routes))
             for method, routes in self._of_method.items()
         }
 

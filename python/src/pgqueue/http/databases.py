@@ -93,17 +93,20 @@ class _TimestampLoader(TimestamptzLoader):
             return limit.replace(tzinfo=UTC)
 
 
+def _for_each_user(number: int) -> defaultdict[str, asyncio.Semaphore]:
+    return defaultdict(lambda: asyncio.Semaphore(max(1, number)))
+
+
 class _Pool:
-    """The connections to a database, four fifths of which a user can have, and half of which slow reads can have."""
+    """The connections to a database. Slow reads can have half of them. A user can have four fifths of each."""
 
     def __init__(self, place: Place, conninfo: str, limits: Limits) -> None:
         self.place = place
         self.failure: psycopg.Error | None = None
         self.slow = asyncio.Semaphore(max(1, limits.connections // 2))
+        self.slow_of_user = _for_each_user(limits.connections * 2 // 5)
         self._limits = limits
-        self._of_user = defaultdict[str, asyncio.Semaphore](
-            lambda: asyncio.Semaphore(max(1, limits.connections * 4 // 5))
-        )
+        self._of_user = _for_each_user(limits.connections * 4 // 5)
         self.connections: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
             conninfo,
             connection_class=_Connection,
@@ -190,6 +193,7 @@ class Databases:
         self.migrated: set[Place] = set()
         self.large_queues: set[tuple[str, str, str]] = set()
         self._large = asyncio.Semaphore(1)  # for the memory of one large body at a time
+        self._large_of_user = _for_each_user(1)  # users take turns
         self._asking = asyncio.Lock()
         self._asked_at = -_HOLDS_SECONDS
         self._is_reached = False
@@ -236,13 +240,16 @@ class Databases:
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. Requests that may
         take seconds (`is_slow`) get half of the connections. Of those that send or may read over `LARGE_BYTES`
-        (`is_large`), one runs at a time.
+        (`is_large`), one runs at a time, and users take turns.
         """
         pool = self._pool((service, database))
         if prepare:
             return self._prepared(pool, is_large)
-        turns = [turn for is_needed, turn in ((is_large, self._large), (is_slow, pool.slow)) if is_needed]
-        return pool.lease(*turns, is_large=is_large)
+        slow = (pool.slow_of_user[current().name], pool.slow) if is_slow else ()
+        return pool.lease(*self._large_turns(is_large), *slow, is_large=is_large)
+
+    def _large_turns(self, is_large: bool) -> tuple[asyncio.Semaphore, ...]:
+        return (self._large_of_user[current().name], self._large) if is_large else ()
 
     def _pool(self, place: Place) -> _Pool:
         pool = self._pools.get(place)
@@ -265,7 +272,7 @@ class Databases:
                         if_not_exists=True,
                     )
             self.migrated.add(pool.place)
-        async with pool.lease(*([self._large] if is_large else []), is_large=is_large) as connection:
+        async with pool.lease(*self._large_turns(is_large), is_large=is_large) as connection:
             try:
                 yield connection
             except psycopg.Error as error:

@@ -241,7 +241,8 @@ def _limit(said: str, schema: Mapping[str, Any]) -> str:
         unit = {"array": " items long", "str": " characters long"}.get(kind, "")
         return f"{'at most' if sign == '<=' else 'at least'} {most}{unit}"
     if "matching regex" in said:
-        return f"of the form {said.partition('regex ')[2][1:-1]}"
+        pattern = said.partition("regex ")[2][1:-1].replace(r"\\", "\\")
+        return f"of the form {pattern}"
     if said.startswith("Invalid enum"):
         return " or ".join(schema.get("enum", ()))
     wanted = said.partition("`")[2].partition("`")[0].partition(" | ")[0]

@@ -70,9 +70,11 @@ class Edge:
                 await self._serve(inner, receive, response)
         except TimeoutError as error:
             _forget_frames(error)
-            limit = f"{self._seconds:g} s"
-            message = f"the request took longer than {limit}"
-            await response.fail(ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"}))
+            if not response.status:
+                limit = f"{self._seconds:g} s"
+                message = f"the request took longer than {limit}"
+                late = ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"})
+                await self._respond_to(late, inner, receive, response)
         finally:
             memory.release()
             status = response.status or 500
@@ -84,7 +86,8 @@ class Edge:
         try:
             headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
             begin(await self._context.admission.admit(scope, headers))
-            user = self._enter()
+            if scope["path"] != "/healthz":  # a server that is overloaded is alive
+                user = self._enter()
             _check_head(scope, headers)
             receive = _limited(receive, scope)
             route, names = self._table.find(scope["method"], scope["path"])

@@ -47,9 +47,9 @@ class BodyMemory:
 
     def take_response(self, size: int) -> None:
         """Add the bytes of the response, once. Raises the errors of `take`."""
-        if size > PART_BYTES:
-            self.take(max(0, size - self._response))
-            self._response = max(size, self._response)
+        if size > max(PART_BYTES, self._response):
+            self.take(size - self._response)
+            self._response = size
 
     def release(self) -> None:
         """Free the memory, at the end of the request."""

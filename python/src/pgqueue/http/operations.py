@@ -33,7 +33,7 @@ _ERRORS: Final = {
     413: "The body or a payload is too large.",
     415: "The body is compressed.",
     422: "A field is missing or out of range.",
-    429: "The user sends too many requests, or too many passwords of this client wait to be verified.",
+    429: "Too many passwords of this client wait to be verified.",
     503: "A database cannot be reached, or took too long, or the bodies of all requests take too much memory.",
 }
 _EVERYWHERE: Final = {401, 403, 413, 422, 429, 503}  # errors of every route of the API but the open ones
@@ -67,7 +67,8 @@ async def readyz(call: Call) -> PlainTextResponse:
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is stopping")
     if not await context.databases.reach_control():
-        raise ApiError(503, "database_unavailable", "the control database does not answer")
+        again = {"Retry-After": "1"}
+        raise ApiError(503, "database_unavailable", "the control database does not answer", headers=again)
     if context.agent is not None and not context.agent.is_running:
         raise ApiError(503, "agent_unavailable", "the agent is not running")
     return PlainTextResponse("ok\n")

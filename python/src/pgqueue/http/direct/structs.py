@@ -18,6 +18,7 @@ MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
 _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_TEXT: Final = r"^[^\x00]*$"  # PostgreSQL cannot store the character NUL
 _OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 Delay = Annotated[int, Meta(ge=0, le=DELAY_LIMIT)]
@@ -25,7 +26,7 @@ Timeout = Annotated[int, Meta(ge=1, le=TIMEOUT_LIMIT)]
 Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
 Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
 Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]
-Key = Annotated[str, Meta(min_length=1, max_length=255)]
+Key = Annotated[str, Meta(min_length=1, max_length=255, pattern=_TEXT)]
 Name = Key
 DedupKey = Annotated[Key, Meta(description="Add no message while another one of the queue has this key")]
 Group = Annotated[Key, Meta(description="The group of the message, for a queue with group_limit")]
@@ -34,8 +35,14 @@ Lifetime = Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver
 Choice = Literal["keep", "replace"]
 OnDuplicate = Annotated[Choice, Meta(description="Keep the message with the key, or replace content, due time, expiry")]
 Cron = Annotated[
-    str, Meta(max_length=200, description="Minute, hour, day of month, month, day of week; or a word such as @daily")
+    str,
+    Meta(
+        max_length=200,
+        pattern=_TEXT,
+        description="Minute, hour, day of month, month, day of week; or a word such as @daily",
+    ),
 ]
+TimeZone = Annotated[str, Meta(max_length=100, pattern=_TEXT, description="Such as Europe/Paris; by default UTC")]
 CatchUp = Annotated[bool, Meta(description="Of missed ticks, send the message of the first (default), or of the last")]
 Service = Annotated[str, Meta(description="By default the first service that the user sees")]
 Database = Annotated[str, Meta(description="By default the first of the service that the user sees")]
@@ -285,7 +292,7 @@ class AlterSchedule(ScheduleName):
     cron: Cron | None = None
     payload: Json = field(default_factory=_nothing)
     headers: JsonObject = field(default_factory=_nothing)
-    time_zone: Annotated[str, Meta(max_length=100, description="Such as Europe/Paris; by default UTC")] | None = None
+    time_zone: TimeZone | None = None
     paused: Annotated[bool, Meta(description="Whether the schedule has no ticks; by default false")] | None = None
     catch_up: CatchUp | None = None
     priority: Priority | None = None
