@@ -1993,6 +1993,11 @@ begin
         delete from pgqueue.compactions c where c.handler = '';
         return null;
     end if;
+    -- A request that is not carried out goes, too.
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.handler = new.handler for update skip locked));
     -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
     if current_setting('max_prepared_transactions')::int > 0
         and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
@@ -2006,10 +2011,6 @@ begin
     if not found then
         return null;
     end if;
-    delete from pgqueue.compactions c
-    where c.ctid = any (array(
-        select o.ctid from pgqueue.compactions o
-        where o.handler = new.handler for update skip locked));
     execute format('select pgqueue.%I($1)', new.handler) using at;
     return null;
 exception when query_canceled or others then
@@ -8031,7 +8032,7 @@ language sql stable as $$
         when w.number is not null then
             not exists (select from pgqueue.queues q where q.queue_id = w.number)
             and (c.relispartition or pg_catalog.to_regclass(format('pgqueue.messages_%s', w.number)) is null)
-        when c.relname ~ '^(access|rights|archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+$' then
+        when c.relname ~ '^(access|archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+$' then
             'pgqueue.' || c.relname not in (select n.name from named n)
             -- The comment of a view of access is a pattern.
             and pg_catalog.obj_description(c.oid, 'pg_class') is null
@@ -8421,8 +8422,8 @@ archive_for they had has passed (dropped). A day has passed if the clock showed 
 has since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition
 that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
 (emptied), and one that is being read is left alone (busy); the next call tries again. About once an hour a claim or a
-receive does the same when its transaction commits, but empties only one day and drops nothing. Call this once a day
-from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if another
+receive does the same at its commit, unless it is prepared, but empties only one day and drops nothing. Call this once a
+day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if another
 transaction has committed since the snapshot.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues) returns setof pgqueue.finding

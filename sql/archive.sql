@@ -226,8 +226,8 @@ archive_for they had has passed (dropped). A day has passed if the clock showed 
 has since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition
 that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
 (emptied), and one that is being read is left alone (busy); the next call tries again. About once an hour a claim or a
-receive does the same when its transaction commits, but empties only one day and drops nothing. Call this once a day
-from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if another
+receive does the same at its commit, unless it is prepared, but empties only one day and drops nothing. Call this once a
+day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if another
 transaction has committed since the snapshot.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues) returns setof pgqueue.finding

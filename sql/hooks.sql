@@ -65,6 +65,11 @@ begin
         delete from pgqueue.compactions c where c.handler = '';
         return null;
     end if;
+    -- A request that is not carried out goes, too.
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.handler = new.handler for update skip locked));
     -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
     if current_setting('max_prepared_transactions')::int > 0
         and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
@@ -78,10 +83,6 @@ begin
     if not found then
         return null;
     end if;
-    delete from pgqueue.compactions c
-    where c.ctid = any (array(
-        select o.ctid from pgqueue.compactions o
-        where o.handler = new.handler for update skip locked));
     execute format('select pgqueue.%I($1)', new.handler) using at;
     return null;
 exception when query_canceled or others then

@@ -24,7 +24,7 @@ language sql stable as $$
         when w.number is not null then
             not exists (select from pgqueue.queues q where q.queue_id = w.number)
             and (c.relispartition or pg_catalog.to_regclass(format('pgqueue.messages_%s', w.number)) is null)
-        when c.relname ~ '^(access|rights|archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+$' then
+        when c.relname ~ '^(access|archives|enqueued|acknowledged|failed|dead)_[0-9a-f]+$' then
             'pgqueue.' || c.relname not in (select n.name from named n)
             -- The comment of a view of access is a pattern.
             and pg_catalog.obj_description(c.oid, 'pg_class') is null

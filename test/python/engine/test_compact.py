@@ -249,6 +249,7 @@ def test_prepare_transaction_does_not_compact(
             assert value(other, done) == "busy"
     finally:
         owner.execute("commit prepared 'compact'")
+    assert value(owner, "select count(*) from pgqueue.compactions where handler is not null") == 0
     assert value(owner, FILES) == before
     assert [message.payload for message in queue.claim(9)] == [3]
 
