@@ -73,6 +73,9 @@ begin
     end loop;
     close expired;
     perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    if all_died > 0 then
+        perform pgqueue._wake_dead_letter_queue(q);
+    end if;
     return purged;
 end;
 $$;

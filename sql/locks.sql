@@ -106,9 +106,10 @@ begin
         perform pgqueue._raise('queue_not_found', queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
+    -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state. The function that
+    -- reads it locks the register, because the catalog cache of this session can be stale.
     if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
-        if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
+        if q.name is null or pg_relation_size(q.fresh_from_id) is null then
             perform pgqueue._refuse_missing_queue(queue_name);
         end if;
         perform pgqueue._require_untruncated_messages();
@@ -136,9 +137,12 @@ $$;
 create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues) returns boolean
 language plpgsql volatile as $$
 begin
-    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
-        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
-        and pg_relation_filenode(q.fresh_from_id) is not null;
+    -- The lock first and the row second, as in _get_locked_queue. A new kind comes with new registers.
+    if not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name)) then
+        return false;
+    end if;
+    return exists (select from pgqueue.queues c where c.name = q.name and c.fresh_from_id = q.fresh_from_id)
+        and pg_relation_size(q.fresh_from_id) is not null;
 end;
 $$;
 

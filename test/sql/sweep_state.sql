@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(74);
+select plan(75);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -272,6 +272,12 @@ values (1000000000000000000, 'steps', '1', 5, pgqueue._now() + interval '1 h');
 select setval(q.fresh_from_id, 1000000000000000001), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = 'steps' \g /dev/null
 select pg_temp.pass('2 h') \gset
 select is((select c.id from pgqueue.claim('steps') c), 1000000000000000000, 'a claim finds a message behind a gap of 10^18 ids');
+
+-- A queue that is dropped after the snapshot of a statement, and before this statement has its lock
+create or replace function pgqueue._lock_key(queue_name text) returns bigint language sql volatile
+as $$ delete from pgqueue.queues q where q.name = _lock_key.queue_name; select 1::bigint $$;
+select is((select pgqueue._try_lock_existing_queue(q) from pgqueue.queues q where q.name = 'steps'), false,
+    '_try_lock_existing_queue looks for the queue after it has the lock');
 
 select * from finish();
 rollback;
