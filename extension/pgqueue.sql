@@ -11450,6 +11450,17 @@ begin
         perform pgqueue._raise_invalid('worker', left(worker, 50), 'null unless status is running');
     end if;
     perform pgqueue._check_content(q, coalesce(value, error, 'null'), null, null);
+    if is_start then
+        -- An attempt can begin late, when its claim has ended and another one has settled the message. Lock first: the
+        -- next statement sees what that one has committed.
+        select r.* into changed from pgqueue.results r where r.queue_name = q.name and r.id = update_result.id for update;
+        if changed.finished_at is not null
+            and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = update_result.id)
+        then
+            return next pgqueue._as_result(changed);
+            return;
+        end if;
+    end if;
     update pgqueue.results r
     set status = update_result.status, value = update_result.value,
         errors = case when error is null then r.errors
@@ -11469,10 +11480,11 @@ begin
 end;
 $$;
 comment on function pgqueue.update_result(pgqueue.queue_of_consumer, bigint, text, jsonb, jsonb, text) is
-'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker,
-and ready ends one that failed and is repeated. successful, with the value, and failed end the result. Call it in the
-transaction of ack, nack or reject: if one of these returns false, roll back. error is added to errors, which keeps the
-last 20, as workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
+'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker;
+after the end of the result it changes nothing if the message is gone. ready ends an attempt that failed and is
+repeated. successful, with the value, and failed end the result. Call it in the transaction of ack, nack or reject: if
+one of these returns false, roll back. error is added to errors, which keeps the last 20, as workers keeps the last 100.
+value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
 
 create function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
 returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

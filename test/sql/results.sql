@@ -4,7 +4,7 @@ lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
-select plan(39);
+select plan(41);
 
 select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
 select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
@@ -40,6 +40,8 @@ select is(pgqueue.ack('results', :number, :'token'), true, 'the message is ackno
 select is(pg_temp.result(:'uuid'), 'failed removed 2 ["oh"] "-"', 'a result whose message is gone without an outcome has failed');
 select is((select r.expires_at from pgqueue.update_result('results', :number, 'successful', '42') r), '2030-01-15 12:05:00+00', 'a result expires 14 days after its end');
 select is(pg_temp.result(:'uuid'), 'successful - 2 ["oh"] 42', 'a successful result has its value');
+select is((select r.status from pgqueue.update_result('results', :number, 'running', worker => 'late') r), 'successful', 'an attempt that begins after another one has settled the message gets its outcome');
+select is(pg_temp.result(:'uuid'), 'successful - 2 ["oh"] 42', 'such an attempt does not undo the outcome');
 select is((select count(*) from pgqueue.update_result('results', :number + 1, 'running')), 0::bigint, 'a message without a result has none after an attempt');
 
 -- Limits.
