@@ -45,6 +45,7 @@ def test_messages_are_read_with_the_columns_of_kafka(
         queue.enqueue({"n": 1}, headers={"trace": "né", "n": [1.5, "é"], "none": None}, group_key="k"),
         queue.enqueue(body=b"\x00\xff"),
         queue.enqueue("é", headers={}),
+        queue.enqueue("é"),
     ]
     times = [message.enqueued_at for message in queue.browse()]
     # A number with more digits than Python accepts.
@@ -52,6 +53,8 @@ def test_messages_are_read_with_the_columns_of_kafka(
         "update pgqueue.messages set headers = headers || jsonb_build_object('big', 10::numeric ^ 5000) where id = %s",
         sent[:1],
     )
+    # As a transport writes text that is no JSON object.
+    connection.execute("""update pgqueue.messages set headers = '"text"' where id = %s""", sent[3:])
     expected = [
         (
             b"k",
@@ -65,6 +68,7 @@ def test_messages_are_read_with_the_columns_of_kafka(
         ),
         (None, b"\x00\xff", None),
         (None, '"é"'.encode(), None),
+        (None, '"é"'.encode(), None),
     ]
     reader, (part,) = planned(dsn=database, queue=queue.name, columns="kafka", numPartitions="1")
     found = read(reader, part)
@@ -74,7 +78,7 @@ def test_messages_are_read_with_the_columns_of_kafka(
             (row["key"], row["value"], row["headers"] and sorted(row["headers"], key=lambda one: one["key"]))
             for row in rows
         ] == expected
-        assert [(row["topic"], row["partition"], row["timestampType"]) for row in rows] == [(queue.name, 0, 1)] * 3
+        assert [(row["topic"], row["partition"], row["timestampType"]) for row in rows] == [(queue.name, 0, 1)] * 4
         assert ([row["offset"] for row in rows], [row["timestamp"] for row in rows]) == (sent, times)
 
 

@@ -21,7 +21,11 @@ __all__ = ["from_kafka", "messages_schema", "sink_schema", "text_headers", "to_k
 
 _KEY = "pgqueue.group"
 _LOG_APPEND_TIME = 1  # the server sets the time
-_TEXTS_OF_HEADERS = sql.SQL("(select jsonb_object_agg(key, value) from jsonb_each_text(headers)) as headers")
+# Headers that a transport has written can be another JSON value than an object.
+_TEXTS_OF_HEADERS = sql.SQL(
+    "(select jsonb_object_agg(key, value)"
+    " from jsonb_each_text(case when jsonb_typeof(headers) = 'object' then headers end)) as headers"
+)
 # For each Kafka column, the columns of a message that it is made from.
 _SOURCES = {
     "key": ("headers",),
