@@ -9747,6 +9747,14 @@ begin
     -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
     -- drop: pg_relation_filenode does not depend on it.
     perform pgqueue._lock_queue(n) from unnest(names) as n;
+    if pgqueue._has_fixed_snapshot() then
+        -- pg_relation_size locks the register: the catalog cache can be stale.
+        perform pgqueue._raise('stale_snapshot', format('queue %L', q.name))
+        from pgqueue.queues q
+        where q.name = any (names) and pg_relation_size(q.fresh_from_id) is null
+            -- It was not dropped, but got new registers with another kind.
+            and to_regclass(format('pgqueue.queue_%s_fresh_from_id', q.queue_id)) is not null;
+    end if;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
         coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
