@@ -160,6 +160,13 @@ async def many_values(client: Client, number: int) -> None:
 
 
 @attack(6)
+async def wide_characters(client: Client, number: int) -> None:
+    """Bodies of 25 MB, half of them cut, with a character for which Python takes four bytes for each of the text."""
+    body = BATCH.replace(b"xxxx", "\U0001f600".encode(), 1)
+    await client.ask(queue("enqueue"), body[:-1] if number % 2 else body)
+
+
+@attack(6)
 async def large_batches(client: Client, _: int) -> None:
     """Batches of 25 MB."""
     await client.ask(queue("enqueue"), BATCH)

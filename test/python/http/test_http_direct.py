@@ -327,12 +327,14 @@ def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> 
     assert queue.post("enqueue", body, new_name()).json() != first.json()
 
 
-def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueue) -> None:
-    key = new_name()
-    assert queue.post("claim", {}, key).json() == {"messages": []}  # an empty response is not stored
-    queue.send(1, 2)
-    first, second = queue.post("claim", {}, key), queue.post("claim", {}, key)
-    assert first.json() == second.json()
+@pytest.mark.parametrize("payloads", [[1, 2], ["é" * 120_000] * 9], ids=["small", "large"])
+def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueue, payloads: list[Any]) -> None:
+    key, body = new_name(), {"max_messages": 9}
+    assert queue.post("claim", body, key).json() == {"messages": []}  # an empty response is not stored
+    queue.send(*payloads)
+    first, second = queue.post("claim", body, key), queue.post("claim", body, key)
+    assert [each["payload"] for each in first.json()["messages"]] == payloads
+    assert first.text == second.text
     held = {"id": first.json()["messages"][0]["id"], "claim_token": first.json()["messages"][0]["claim_token"]}
     key = new_name()
     assert queue.post("ack", held, key).status_code == 200

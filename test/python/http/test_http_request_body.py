@@ -140,6 +140,29 @@ async def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(web: h
         assert (error["value"], error["limit"]) == (f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values")
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "code", "said"),
+    [
+        ("}]}", 503, "database_unavailable", "try again"),
+        ("}]", 400, "malformed_json", "truncated"),
+        ('}, {"payload": "\\ud800 and more"}]}', 422, "invalid", "Unicode"),
+    ],
+    ids=["valid", "truncated", "surrogate"],
+)
+async def test_a_large_body_is_not_copied_as_text(
+    web: httpx.AsyncClient, end: str, status: int, code: str, said: str
+) -> None:
+    """A text that has a character outside of the basic plane takes four bytes for each character."""
+    body = f'{{"messages": [{{"payload": "\U0001f600{"x" * 3_000_000}"{end}'.encode()
+    tracemalloc.start()
+    try:
+        found, error = await refusal(web, DIRECT, body)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert (found, error["code"], said in error["message"]) == (status, code, True), error
+
+
 VALUES = 40_000 * "1e5,"
 
 

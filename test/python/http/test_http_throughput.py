@@ -7,6 +7,7 @@ import gc
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,23 @@ async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sq
         assert sys.getrefcount(body) == before
     finally:
         gc.enable()
+
+
+async def test_a_connection_that_keeps_memory_is_closed(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+    """libpq and the cursor would keep the memory of a large statement or answer, also if the statement fails."""
+    made, large = connect(), as_json(b'"%s"' % (b"x" * LARGE_BYTES))
+
+    async def is_closed(text: bytes, *values: Any) -> bool:
+        with suppress(psycopg.Error):
+            async with made.target("one", sql.info.dbname) as leased:
+                await fetch(leased, text, *values)
+        return leased.closed
+
+    assert not await is_closed(b"select 1, to_json(repeat('x', 1000))")
+    assert await is_closed(b"select 1, to_json(repeat('x', 3000000))")
+    assert await is_closed(b"select repeat('x', 1000000) from generate_series(1, 3)")
+    assert await is_closed(b"select octet_length($1::text)", large)
+    assert await is_closed(b"select 1 / 0, $1", large)
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(

@@ -18,7 +18,7 @@ from psycopg.abc import Buffer
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.types.datetime import TimestamptzLoader
-from psycopg.types.json import Jsonb, set_json_loads
+from psycopg.types.json import Json, Jsonb, set_json_loads
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._connections import complete_conninfo, is_broken, is_proxied, set_up
@@ -46,9 +46,13 @@ _CONTROL: Final = ("effects.sql", "registry.sql", "tokens.sql", "audit.sql")
 
 
 class _Connection(AsyncConnection[Any]):
-    """A connection that tells its pool whether it could be opened. To make a cursor costs as much as a statement."""
+    """A connection that tells its pool whether it could be opened. To make a cursor costs as much as a statement.
+
+    It `keeps_memory` after a large statement or answer: the cursor has the last answer, libpq buffers as large as both.
+    """
 
     raw_cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
+    keeps_memory = False
 
     @classmethod
     async def connect(cls, conninfo: str = "", *, owner: "_Pool", **more: Any) -> "_Connection":  # type: ignore[override]
@@ -70,14 +74,21 @@ async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple
         set_json_loads(lambda text: text, cursor)
         if isinstance(connection, _Connection):
             connection.raw_cursor = cursor
+    if isinstance(connection, _Connection) and any(isinstance(each, (Json, Jsonb)) for each in values):
+        connection.keeps_memory = True  # see as_json
     await cursor.execute(text, values)
     rows: list[tuple[Any, ...]] = await cursor.fetchall()
+    last = rows[0][-1] if rows else None
+    if isinstance(last, (str, bytes)) and len(last) * len(rows) > LARGE_BYTES and isinstance(connection, _Connection):
+        connection.keeps_memory = True
     return rows
 
 
-def as_json(body: bytes) -> str | Jsonb:
-    """JSON of a request as the value of a parameter of type jsonb. PostgreSQL reads its text, with all its digits."""
-    return Jsonb(body, bytes) if len(body) > LARGE_BYTES else body.decode()
+def as_json(body: bytes, kind: type[Json | Jsonb] = Jsonb) -> str | Json | Jsonb:
+    """JSON as the value of a parameter, which has the type of `kind` if it is large. PostgreSQL reads its text, with
+    all its digits.
+    """
+    return kind(body, bytes) if len(body) > LARGE_BYTES else body.decode()
 
 
 class _TimestampLoader(TimestamptzLoader):
@@ -145,7 +156,7 @@ class _Pool:
                     raise (failure or error).with_traceback(None) from None
 
     @asynccontextmanager
-    async def lease(self, *turns: asyncio.Semaphore, is_large: bool = False) -> AsyncIterator[_Connection]:
+    async def lease(self, *turns: asyncio.Semaphore) -> AsyncIterator[_Connection]:
         """A connection for a block, when it is the turn of the request. Raises the errors of `_take`.
 
         Behind a pooler the block is a transaction with its settings, which is committed also if the block raises an
@@ -171,7 +182,7 @@ class _Pool:
                     if end is not None:
                         await connection.execute(end)
             finally:
-                if is_large:  # libpq and the cursor would keep the memory
+                if connection.keeps_memory:
                     connection.raw_cursor = None
                     await connection.close()
                 # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
@@ -246,7 +257,7 @@ class Databases:
         if prepare:
             return self._prepared(pool, is_large)
         slow = (pool.slow_of_user[current().name], pool.slow) if is_slow else ()
-        return pool.lease(*self._large_turns(is_large), *slow, is_large=is_large)
+        return pool.lease(*self._large_turns(is_large), *slow)
 
     def _large_turns(self, is_large: bool) -> tuple[asyncio.Semaphore, ...]:
         return (self._large_of_user[current().name], self._large) if is_large else ()
@@ -272,7 +283,7 @@ class Databases:
                         if_not_exists=True,
                     )
             self.migrated.add(pool.place)
-        async with pool.lease(*self._large_turns(is_large), is_large=is_large) as connection:
+        async with pool.lease(*self._large_turns(is_large)) as connection:
             try:
                 yield connection
             except psycopg.Error as error:

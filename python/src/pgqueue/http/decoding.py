@@ -1,5 +1,6 @@
 """Bodies and parameters of requests as structs: msgspec parses and checks them in one pass. Errors name the field."""
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ DIGITS_LIMIT: Final = 32 * 1024 * 1024  # of the numbers of a body that have an 
 _FEW: Final = 1024  # bytes of a body, in which the numbers that PostgreSQL can store have fewer digits
 _SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent becomes 0e
 _EXPONENT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[eE][+-]?([0-9]+)', re.DOTALL)  # or a string
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")  # half of a pair
 _GZIP: Final = b"\x1f\x8b"
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
 _PLACE: Final = re.compile(r"(?P<said>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
@@ -54,9 +56,10 @@ def decode(model: type[T], body: bytes) -> T:
     if body.startswith(_GZIP):
         message = "the body is compressed with gzip: send it without compression"
         raise ApiError(415, "unsupported_encoding", message, "body", "gzip", "JSON in UTF-8, without compression")
-    try:
-        if not body.isascii():
-            body.decode()
+    text = codecs.getincrementaldecoder("utf-8")()
+    try:  # in parts: the whole text can have four bytes for each character
+        for start in range(0, 0 if body.isascii() else len(body), _WINDOW):
+            text.decode(body[start : start + _WINDOW], start + _WINDOW >= len(body))
     except UnicodeDecodeError:
         raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
     check_shape(body)
@@ -119,7 +122,8 @@ def _read(body: bytes) -> Any:
 
 def check_shape(body: bytes) -> None:
     """Raise `ApiError` for JSON with too many values or digits, or too deep ones, before it is parsed."""
-    if len(body) > _FEW and b"0e" in body.translate(_SHAPES):
+    windows = range(0, len(body), _WINDOW - 1)
+    if len(body) > _FEW and any(b"0e" in body[at : at + _WINDOW].translate(_SHAPES) for at in windows):
         digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
         if digits > DIGITS_LIMIT:
             raise _too_many(f"{DIGITS_LIMIT} digits")
@@ -161,8 +165,14 @@ def _nesting_error() -> ApiError:
 
 
 def _malformed(body: bytes) -> ApiError:
-    """The error for a body that msgspec cannot parse; Python's parser says more about it."""
+    """The error for a body that msgspec cannot parse. Python's parser says more about it, but can take ten times the
+    memory of a large one.
+    """
+    limit = "a string of Unicode characters"
     try:
+        if len(body) > _LARGEST_EXPLAINED:
+            msgspec.json.decode(_SURROGATE.sub(rb"\\u0041", body), type=msgspec.Raw)
+            return ApiError(422, "invalid", f"a string of the body is invalid; must be {limit}", "body", limit=limit)
         value = _read(body)
     except ValueError as error:
         return ApiError(400, "malformed_json", f"the body is not JSON: {error}", "body")
@@ -170,7 +180,7 @@ def _malformed(body: bytes) -> ApiError:
         return _nesting_error()
     path = next(_half_characters(value, ()), ())  # Python's parser accepts half of a surrogate pair
     ends = [place + 1 for place, step in enumerate(path) if step in _FREE]
-    field, limit = _field(path[: ends[0]] if ends else path) or "body", "a string of Unicode characters"
+    field = _field(path[: ends[0]] if ends else path) or "body"
     return ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, _at(value, path), limit)
 
 

@@ -133,13 +133,15 @@ async def _refused(connection: AsyncConnection[Any], answer: ApiError, content: 
     """The field of a message that PostgreSQL refuses with this answer; None if it accepts them."""
     for name, statement in _MEASURES.items():
         value = getattr(content, name, None)
-        if not (value := bytes(value).decode() if isinstance(value, Raw) else value):
+        if not (value := bytes(value) if isinstance(value, Raw) else value):
             continue
         try:
             async with connection.transaction():
-                ((size,),) = await fetch(connection, statement, value)
+                parameter = as_json(value) if isinstance(value, bytes) else value
+                ((size,),) = await fetch(connection, statement, parameter)
         except _REFUSALS:
-            answer.value, answer.limit = shorten(value), "JSON that PostgreSQL can store"
+            answer.value = shorten(value[:400].decode(errors="ignore") if isinstance(value, bytes) else value)
+            answer.limit = "JSON that PostgreSQL can store"
             return name
         if (answer.field, answer.value) == (name, f"{size} bytes"):
             return name

@@ -7,16 +7,17 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from msgspec import Struct
 from psycopg import AsyncConnection
+from psycopg.types.json import Json
 from starlette.types import Receive, Scope, Send
 
-from .databases import fetch
+from .databases import as_json, fetch
 from .errors import ApiError
 
 _BEGIN: Final = (
     b"insert into pgqueue_http.effects (scope, key, fingerprint) values ($1, $2, $3) on conflict do nothing returning 1"
 )
 _FIND: Final = (
-    b"select encode(e.fingerprint, 'hex'), e.status, e.answer from pgqueue_http.effects e"
+    b"select encode(e.fingerprint, 'hex'), e.status, e.answer::json from pgqueue_http.effects e"
     b" where e.scope = $1 and e.key = $2"
 )
 _END: Final = b"update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2 returning 1"
@@ -78,7 +79,7 @@ async def run_once(
                 message = "this Idempotency-Key was used for another request"
                 limit = "one key for each request"
                 raise ApiError(422, "idempotency_key_reused", message, "Idempotency-Key", key.key, limit)
-            return Answer(status, stored.encode(), True)
+            return Answer(status, stored, True)
         answer = await effect()
-        await fetch(connection, _END, key.scope, key.key, answer.status, answer.json.decode())
+        await fetch(connection, _END, key.scope, key.key, answer.status, as_json(answer.json, Json))
         return answer
