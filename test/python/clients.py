@@ -18,6 +18,7 @@ import psycopg
 import pgqueue
 from pgqueue import testing
 
+Connection = psycopg.Connection[Any]
 CONTEXT = multiprocessing.get_context("spawn")
 # Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
 # be fifty times slower.
@@ -73,23 +74,18 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def connect(dsn: str) -> psycopg.Connection[Any]:
+def connect(dsn: str) -> Connection:
     return psycopg.connect(dsn, autocommit=True)
 
 
-def value(connection: psycopg.Connection[Any], statement: str, *values: Any) -> Any:
+def value(connection: Connection, statement: str, *values: Any) -> Any:
     """The first column of the first row that a statement returns."""
     row = connection.execute(statement.encode(), values or None).fetchone()
     assert row is not None
     return row[0]
 
 
-def is_blocked(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:
-    """Whether another session waits for a lock."""
-    return bool(value(connection, "select cardinality(pg_blocking_pids(%s)) > 0", other.info.backend_pid))
-
-
-def drop(connection: psycopg.Connection[Any], name: str) -> None:
+def drop(connection: Connection, name: str) -> None:
     """Drop a queue if there is one, although other sessions use it for a moment."""
 
     def is_dropped() -> bool:
@@ -102,7 +98,7 @@ def drop(connection: psycopg.Connection[Any], name: str) -> None:
     wait_for(is_dropped)
 
 
-def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
+def is_empty(connection: Connection, queue: str) -> bool:
     """Nothing is left in a queue, not even in flight."""
     return not value(
         connection,
@@ -113,7 +109,7 @@ def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
     )
 
 
-def buffers(connection: psycopg.Connection[Any], statement: str, *values: Any) -> int:
+def buffers(connection: Connection, statement: str, *values: Any) -> int:
     """The buffers that a statement reads or hits, including its nested statements."""
     (plan,) = value(
         connection, f"explain (analyze, buffers, timing off, summary off, format json) {statement}", *values
@@ -121,7 +117,7 @@ def buffers(connection: psycopg.Connection[Any], statement: str, *values: Any) -
     return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
 
 
-def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
+def buffers_of_claims(connection: Connection, name: str) -> int:
     """The median of the buffers that a claim of one message touches, each followed by an acknowledgement."""
     touched = []
     for _ in range(40):
@@ -134,8 +130,15 @@ def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
     return int(statistics.median(touched))
 
 
-def claim(connection: psycopg.Connection[Any], queue: str, number: int) -> list[Any]:
+def claim(connection: Connection, queue: str, number: int) -> list[Any]:
     return connection.execute("select id, claim_token, payload from pgqueue.claim(%s, %s)", (queue, number)).fetchall()
+
+
+def record_vacant_ids(connection: Connection, queue: str, number: int = 1000) -> list[Any]:
+    """Claim, and let the claim record vacant ids, which it normally does once a second."""
+    connection.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01' where queue_name = %s", (queue,))
+    connection.execute("select setval(next_sweep_at, 1) from pgqueue.queues where name = %s", (queue,))
+    return claim(connection, queue, number)
 
 
 def drain(dsn: str, queue: str, number: int) -> list[int]:

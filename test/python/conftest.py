@@ -196,6 +196,15 @@ def empty_database(server: str) -> Iterator[Callable[[], str]]:
             maintenance.execute(sql.SQL("drop database {} with (force)").format(database))
 
 
+@pytest.fixture
+def own_database(empty_database: Callable[[], str]) -> str:
+    """How to connect to a new database with the extension."""
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        connection.execute("create extension pgqueue")
+    return dsn
+
+
 @pytest.fixture(scope="module")
 def site(empty_database: Callable[[], str]) -> Site:
     """Databases for an HTTP server and what it manages."""

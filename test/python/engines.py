@@ -166,7 +166,6 @@ def stream(queue: Queue) -> Stream:
 
 
 def cut(queue: Queue) -> int:
-    """End the connections of Spark."""
     return len(sessions(queue.connection, "pg_terminate_backend(pid, 120000)"))
 
 

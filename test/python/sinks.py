@@ -6,9 +6,9 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from clients import Connection
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
-from sparks import Connection
 
 import pgqueue
 from pgqueue import Queue
@@ -38,6 +38,10 @@ def batch(kinds: t.StructType, *rows: tuple[Any, ...]) -> pa.RecordBatch:
 
 def payloads(*values: str | None) -> pa.RecordBatch:
     return batch(texts("payload"), *((value,) for value in values))
+
+
+def keyed(*rows: tuple[str, str | None]) -> pa.RecordBatch:
+    return batch(texts("payload", "dedup_key"), *rows)
 
 
 class Sink:

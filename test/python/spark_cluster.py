@@ -167,12 +167,10 @@ def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
 
 def copy(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:  # noqa: ARG001 - as the others
     """Copy a queue in one job without a shuffle, as dynamic allocation keeps executors with the data of one."""
-    spark.addTag(queue)
     rows = spark.read.format(format).options(dsn=dsn, queue=queue, numPartitions=2).load().select("payload")
     rows.write.format(format).options(dsn=dsn, queue=f"{queue}-copy", txnAppId="test", txnVersion=1).mode(
         "append"
     ).save()
-    spark.removeTag(queue)
 
 
 def drive(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
@@ -201,9 +199,7 @@ def main(program: str, remote: str, dsn: str, home: str, *queues: str) -> None:
     spark = (builder.remote(remote) if remote.startswith("sc:") else builder).getOrCreate()
     spark.dataSource.register(FaultySource)
     for queue in queues:
-        spark.addTag(queue)
         print(json.dumps(PROGRAMS[program](spark, "pgqueue_faulty", dsn, queue, home)), flush=True)
-        spark.removeTag(queue)
 
 
 if __name__ == "__main__":

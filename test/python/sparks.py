@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import psycopg
 import pytest
-from clients import free_port, wait_for
+from clients import Connection, free_port, wait_for
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -21,7 +21,6 @@ from pgqueue import Queue
 
 S3A = Path(__file__).parents[2] / ".cache/s3a"  # jars, of `make test-tools`
 PATIENCE = 300  # seconds to wait for conditions that are normally fast
-Connection = psycopg.Connection[Any]
 long = pytest.mark.long(part="spark")
 # Tasks have four attempts, as on a cluster; local[2] would give them one. The long socket timeout allows for slow
 # starts of workers on a busy machine.

@@ -7,11 +7,12 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import psycopg
+from clients import Connection
 from psycopg import sql
 
 
 @contextmanager
-def patient(connection: psycopg.Connection[Any], function: str) -> Iterator[None]:
+def patient(connection: Connection, function: str) -> Iterator[None]:
     """Raise the lock timeout of a function, as half a second is too short for the test."""
     change = sql.SQL("alter function pgqueue.{} set lock_timeout = {}")
     connection.execute(change.format(sql.Identifier(function), "1 min"))
@@ -33,7 +34,7 @@ class Received(NamedTuple):
 class Transport:
     """The statements of the transport on the relation of a queue, by the address in which the names are quoted."""
 
-    def __init__(self, connection: psycopg.Connection[Any], address: str) -> None:
+    def __init__(self, connection: Connection, address: str) -> None:
         self.connection = connection
         self.address = address
 
@@ -42,7 +43,6 @@ class Transport:
         return self.connection.execute(sql.SQL(statement).format(q=sql.SQL(self.address)), values)
 
     def send(self, headers: str, body: bytes) -> None:
-        """Insert a message."""
         self.execute("insert into {q} (Id, Headers, Body) values (gen_random_uuid(), %s, %s)", headers, body)
 
     def receive(self) -> Received | None:

@@ -10,12 +10,12 @@ from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
-from commands import Cli, Done, NewDatabase, in_process, kill_letters, payloads, running
+from clients import Connection
+from commands import Cli, Done, in_process, kill_letters, payloads, running
 
 import pgqueue
 import pgqueue.cli
@@ -74,21 +74,22 @@ def test_stats_count_by_state(cli: Cli, orders: pgqueue.Queue) -> None:
     assert orders.name in [each["queue_name"] for each in cli("stats", "--json").records]
 
 
-def test_internal_queues_are_listed_last_and_marked(empty_database: NewDatabase) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn) as connection:
-        pgqueue.install(connection)
+def test_internal_queues_are_listed_last_and_marked(own_database: str) -> None:
     for command in ("list", "stats"):
-        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue; create one with pgqueue create\n")
-        assert in_process(dsn, command, "--json") == (0, "", "")
-    with psycopg.connect(dsn) as connection:
+        assert in_process(own_database, command) == (
+            0,
+            "",
+            "pgqueue: there is no queue; create one with pgqueue create\n",
+        )
+        assert in_process(own_database, command, "--json") == (0, "", "")
+    with psycopg.connect(own_database) as connection:
         for name in ("billing", "pgqueue-http-tasks", "zebra"):
             pgqueue.Queue(connection, name).create_queue()
     for command, key in (("stats", "queue_name"), ("list", "name")):
-        table = in_process(dsn, command).out.splitlines()[2:]
+        table = in_process(own_database, command).out.splitlines()[2:]
         assert [line.split()[0] for line in table] == ["billing", "zebra", "pgqueue-http-tasks"]
         assert [line.endswith("internal") for line in table] == [False, False, True]
-        names = [record[key] for record in in_process(dsn, command, "--json").records]
+        names = [record[key] for record in in_process(own_database, command, "--json").records]
         assert names == ["billing", "zebra", "pgqueue-http-tasks"]
 
 
@@ -271,7 +272,7 @@ def test_with_commit_every_messages_arrive_while_the_input_is_open(
 
 
 def test_an_interrupted_send_sends_nothing_and_says_so(
-    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
+    database: str, orders: pgqueue.Queue, connection: Connection, tmp_path: Path
 ) -> None:
     with running("send", orders.name, directory=tmp_path, stdin=None, PGQUEUE_DSN=database) as command:
         command.stdin.write(b"1\n" * 1500)
@@ -293,7 +294,7 @@ def test_an_interrupted_send_sends_nothing_and_says_so(
 def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
     cli: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(_: psycopg.Connection[Any]) -> None:
+    def lose(_: Connection) -> None:
         raise psycopg.OperationalError("the connection is lost")
 
     with monkeypatch.context() as patch:
@@ -391,7 +392,7 @@ def test_messages_are_claimed_and_acknowledged(cli: Cli, orders: pgqueue.Queue) 
 
 
 def test_a_claim_takes_from_further_queues_in_their_order(
-    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: Connection
 ) -> None:
     bulk = f"{orders.name}-bulk"
     later = pgqueue.Queue(connection, bulk)
@@ -435,7 +436,7 @@ def test_messages_are_browsed_page_by_page(cli: Cli, orders: pgqueue.Queue) -> N
 
 
 def test_purge_keeps_dead_letters_and_expired_deletes_expired_only(
-    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: Connection
 ) -> None:
     kill_letters(orders, 1)
     orders.enqueue_batch([1, 2])

@@ -9,7 +9,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from commands import Cli, NewDatabase, in_process
+from clients import Connection
+from commands import Cli, in_process
 from psycopg import sql
 
 import pgqueue
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_other_database")
 
 
 @pytest.fixture(params=["-x", "--help"])
-def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Iterator[str]:
+def dashed(request: pytest.FixtureRequest, connection: Connection) -> Iterator[str]:
     """The name of a queue that is dropped at the end."""
     queue = pgqueue.Queue(connection, request.param)
     queue.create_queue()
@@ -30,9 +31,7 @@ def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) 
         queue.drop_queue()
 
 
-def test_every_command_takes_a_name_that_looks_like_an_option(
-    cli: Cli, dashed: str, connection: psycopg.Connection[Any]
-) -> None:
+def test_every_command_takes_a_name_that_looks_like_an_option(cli: Cli, dashed: str, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, dashed)
     assert cli("create", "--if-not-exists", "--", dashed).out.startswith(f"queue {dashed}: ")
     assert cli("alter", "--max-attempts", "9", "--json", "--", dashed).records[0]["max_attempts"] == 9
@@ -210,7 +209,7 @@ def test_subscriptions_are_listed(cli: Cli, orders: pgqueue.Queue) -> None:
 
 
 def test_the_archive_is_listed_page_by_page_the_newest_first(
-    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: Connection
 ) -> None:
     nothing = cli("archive", "list", orders.name, "--before", "9")
     assert nothing == (0, "", f"pgqueue: the archive has no message of queue {orders.name} below 9\n")
@@ -270,32 +269,30 @@ def test_streams_are_listed_and_dropped(cli: Cli, orders: pgqueue.Queue) -> None
 # Access
 
 
-def test_access_is_granted_and_revoked_by_commands(empty_database: NewDatabase, name: str) -> None:
-    dsn = empty_database()
+def test_access_is_granted_and_revoked_by_commands(own_database: str, name: str) -> None:
     role = f"{name} producer"
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("create extension pgqueue")
+    with psycopg.connect(own_database, autocommit=True) as connection:
         connection.execute(sql.SQL("create role {}; grant {} to current_user").format(*[sql.Identifier(role)] * 2))
         try:
-            granted = in_process(dsn, "grant", role, "producer")
+            granted = in_process(own_database, "grant", role, "producer")
             assert granted == (0, f"role {role} has access producer\n", "")
-            theirs = psycopg.conninfo.make_conninfo(dsn, options=f"-c role={name}\\ producer")
+            theirs = psycopg.conninfo.make_conninfo(own_database, options=f"-c role={name}\\ producer")
             assert in_process(theirs, "list").status == 0
             assert in_process(theirs, "create", "orders").status == 1
             forbidden = in_process(theirs, "grant", role, "admin")
             assert (forbidden.status, forbidden.out) == (1, "")
-            revoked = in_process(dsn, "revoke", role, "producer", "--json")
+            revoked = in_process(own_database, "revoke", role, "producer", "--json")
             assert revoked.records == [{"role": role, "access": "producer", "granted": False}]
             assert in_process(theirs, "list").status == 1
-            assert in_process(dsn, "create", "orders").status == 0
-            limited = in_process(dsn, "grant", role, "producer", "orders")
+            assert in_process(own_database, "create", "orders").status == 0
+            limited = in_process(own_database, "grant", role, "producer", "orders")
             assert limited == (0, f"role {role} has access producer to orders\n", "")
-            listed = in_process(dsn, "access", "--json")
+            listed = in_process(own_database, "access", "--json")
             assert listed.records == [{"role_name": role, "access": "producer", "queue_name": "orders"}]
-            assert in_process(dsn, "revoke", role, "producer", "orders").status == 0
-            assert in_process(dsn, "access").out == ""
-            assert in_process(dsn, "grant", role, "owner").status == 2
-            assert in_process(dsn, "grant", f"{role} nope", "reader").status == 1
+            assert in_process(own_database, "revoke", role, "producer", "orders").status == 0
+            assert in_process(own_database, "access").out == ""
+            assert in_process(own_database, "grant", role, "owner").status == 2
+            assert in_process(own_database, "grant", f"{role} nope", "reader").status == 1
         finally:
             connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from clients import wait_for
-from commands import COMMAND, Done, NewDatabase, environment, in_process
+from commands import COMMAND, Done, environment, in_process
 
 import pgqueue
 
@@ -51,10 +51,8 @@ class Applied:
 
 
 @pytest.fixture
-def applied(empty_database: NewDatabase, tmp_path: Path) -> Applied:
-    dsn = empty_database()
-    assert in_process(dsn, "install").status == 0
-    return Applied(dsn, tmp_path / "queues.toml")
+def applied(own_database: str, tmp_path: Path) -> Applied:
+    return Applied(own_database, tmp_path / "queues.toml")
 
 
 def test_a_queue_is_made_after_the_one_that_takes_its_dead_letters(applied: Applied) -> None:

@@ -13,16 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from commands import (
-    COMMAND,
-    Cli,
-    NewDatabase,
-    environment,
-    in_process,
-    run,
-    running,
-    terminal,
-)
+from commands import COMMAND, Cli, NewDatabase, environment, in_process, run, running, terminal
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -189,27 +180,25 @@ def test_uninstall_removes_everything_and_says_what(installed: str) -> None:
     assert in_process(installed, "install").status == 0
 
 
-def test_uninstall_needs_a_confirmation(empty_database: NewDatabase) -> None:
-    dsn = empty_database()
-    install(dsn, "plain")
-    done = in_process(dsn, "uninstall", stdin="y\n")
+def test_uninstall_needs_a_confirmation(own_database: str) -> None:
+    done = in_process(own_database, "uninstall", stdin="y\n")
     assert (done.status, done.out) == (2, "")
     assert done.err.endswith("hint: Confirm with --yes.\n")
     question = (
-        rf"Remove pgqueue from database {database_of(dsn)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
+        rf"Remove pgqueue from database {database_of(own_database)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
         r"\s+the\s+archive\s+and\s+nothing\s+else\? \[y/N\]:"
     )
     for answer, status, version in (("n\n", 1, VERSION), ("y\n", 0, None)):
-        with terminal("uninstall", PGQUEUE_DSN=dsn) as screen:
+        with terminal("uninstall", PGQUEUE_DSN=own_database) as screen:
             screen.wait_for(question)
-            with psycopg.connect(dsn) as connection:  # the question holds no lock
+            with psycopg.connect(own_database) as connection:  # the question holds no lock
                 connection.execute(
                     "set lock_timeout = '60s'; select pgqueue.create_queue('orders', if_not_exists => true)"
                 )
                 connection.execute("select pgqueue.drop_queue('orders')")
             screen.type(answer)
             assert screen.end() == status
-        assert version_in(dsn) == version
+        assert version_in(own_database) == version
 
 
 def test_only_the_owner_can_upgrade_and_uninstall(empty_database: NewDatabase, upgrades: Path, name: str) -> None:
@@ -392,15 +381,13 @@ def completions(words: str, **variables: str) -> list[str]:
     return done.out.split()
 
 
-def test_names_of_queues_are_completed(empty_database: NewDatabase, tmp_path: Path) -> None:
-    dsn = empty_database()
-    install(dsn, "plain")
-    with psycopg.connect(dsn) as connection:
+def test_names_of_queues_are_completed(own_database: str, tmp_path: Path) -> None:
+    with psycopg.connect(own_database) as connection:
         for name in ("orders", "oranges", "billing", "pgqueue-http-tasks"):
             pgqueue.Queue(connection, name).create_queue()
     for words in ("pgqueue stats or", "pgqueue dead list or", "pgqueue spark flow-report --queue or"):
-        assert completions(words, PGQUEUE_DSN=dsn) == ["oranges", "orders"]
-    for words in (f"pgqueue --dsn '{dsn}' send ", f"pgqueue --dsn '{dsn}' dead list "):
+        assert completions(words, PGQUEUE_DSN=own_database) == ["oranges", "orders"]
+    for words in (f"pgqueue --dsn '{own_database}' send ", f"pgqueue --dsn '{own_database}' dead list "):
         assert completions(words, PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]
     # An unreachable database or a private server without data gives no names, and nothing is created.
     assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
@@ -457,20 +444,18 @@ def test_of_concurrent_installations_one_installs(
     assert {first, second} == {False, True}
 
 
-def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: NewDatabase) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        pgqueue.install(connection)
+def test_doctor_exits_with_3_if_it_finds_a_problem(own_database: str) -> None:
+    with psycopg.connect(own_database, autocommit=True) as connection:
         queue = pgqueue.Queue(connection, "orders")
         queue.create_queue()
         queue.pause_queue()
-        assert in_process(dsn, "doctor").status == 0  # a finding of severity info has no effect
+        assert in_process(own_database, "doctor").status == 0  # a finding of severity info has no effect
         connection.execute("alter sequence pgqueue.message_id cache 10")
-        done = in_process(dsn, "doctor", "--peek-delay", "5s")
-        found = in_process(dsn, "doctor", "--json")
+        done = in_process(own_database, "doctor", "--peek-delay", "5s")
+        found = in_process(own_database, "doctor", "--json")
         connection.execute("alter sequence pgqueue.message_id cache 1")
         queue.resume_queue()
-        healthy = in_process(dsn, "doctor")
+        healthy = in_process(own_database, "doctor")
     assert done.status == found.status == 3
     assert "error sequence_cache\n" in done.out
     assert "repair: alter sequence pgqueue.message_id cache 1;\n" in done.out
@@ -481,21 +466,19 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: NewDatabase) 
         assert healthy.out == "no problems found\n"
 
 
-def test_compact_returns_the_disk_space_of_dead_rows(empty_database: NewDatabase) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        pgqueue.install(connection)
+def test_compact_returns_the_disk_space_of_dead_rows(own_database: str) -> None:
+    with psycopg.connect(own_database, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue('orders', dedicated => true)")
-        nothing = in_process(dsn, "compact")
+        nothing = in_process(own_database, "compact")
         connection.execute(
             "select pgqueue.enqueue('orders', to_jsonb(repeat('x', 1000))) from generate_series(1, 3000)"
         )
         connection.execute("delete from pgqueue.messages where queue_name = 'orders'")
         connection.execute("select pgqueue.enqueue('orders', '1')")
-        with psycopg.connect(dsn) as reader:
+        with psycopg.connect(own_database) as reader:
             reader.execute("select from pgqueue.messages where queue_name = 'orders'")
-            busy = in_process(dsn, "compact", "orders", "--json")
-        done = in_process(dsn, "compact", "orders")
+            busy = in_process(own_database, "compact", "orders", "--json")
+        done = in_process(own_database, "compact", "orders")
     assert (nothing.status, nothing.out, nothing.err) == (0, "", "pgqueue: no table has 1 MB\n")
     assert (busy.status, busy.records[0]["outcome"], len(busy.records)) == (3, "busy", 1)
     heading, _, line = done.out.splitlines()

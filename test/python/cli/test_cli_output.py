@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 import typer
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from commands import Cli, NewDatabase, environment, in_process, kill_letters, payloads, run, running, terminal
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
@@ -221,7 +221,7 @@ def test_a_full_disk_is_reported_with_what_has_happened(
 
 
 def test_an_interrupt_ends_any_command_with_its_status(
-    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
+    database: str, orders: pgqueue.Queue, connection: Connection, tmp_path: Path
 ) -> None:
     waits = "select count(*) from pg_stat_activity where application_name = 'pgqueue' and wait_event_type = 'Lock'"
     with psycopg.connect(database) as holder:
@@ -263,7 +263,6 @@ def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orde
 
 @pytest.fixture(scope="module")
 def bare(empty_database: NewDatabase) -> str:
-    """A database without pgqueue."""
     return empty_database()
 
 
@@ -445,7 +444,6 @@ def test_an_invalid_duration_is_refused(text: str) -> None:
 
 
 def commands() -> list[list[str]]:
-    """All commands."""
     alone = [info.name or info.callback.__name__ for info in app.registered_commands if info.callback]
     groups = [(str(group.name), group.typer_instance) for group in app.registered_groups]
     below = [[name, str(each.name)] for name, group in groups if group for each in group.registered_commands]

@@ -24,7 +24,6 @@ assert pgqueue_celery  # its import makes the scheme known
 
 
 def broker_url(dsn: str) -> str:
-    """The URL of the broker for a database."""
     parts = {name: quote(str(value), safe="") for name, value in conninfo_to_dict(dsn).items()}
     return "pgqueue://{user}@{host}:{port}/{dbname}".format_map(parts)
 
@@ -103,11 +102,9 @@ class Worker:
         return self
 
     def text(self) -> str:
-        """What it has logged."""
         return self.log.read_text(errors="replace")
 
     def lines(self) -> list[str]:
-        """What its tasks have written."""
         return self.journal.read_text().splitlines()
 
     def kill(self) -> None:

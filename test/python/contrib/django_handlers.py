@@ -4,7 +4,6 @@ from pgqueue import Delivery
 
 
 async def ship_async(delivery: Delivery) -> None:
-    """Ship an order by the asynchronous ORM."""
     from shop.models import Order
 
     order = await Order.objects.aget(id=delivery.message.payload["order_id"])

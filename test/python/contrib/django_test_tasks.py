@@ -22,19 +22,16 @@ __all__ = ["TaskResultDoesNotExist", "task_enqueued", "task_finished", "task_sta
 
 @task
 def add(a: int, b: int = 2) -> int:
-    """Return the sum."""
     return a + b
 
 
 @task
 async def order_async(article: str) -> int:
-    """Create an order by the asynchronous ORM."""
     return int((await Order.objects.acreate(article=article)).id)
 
 
 @task(takes_context=True)
 def fail_twice(context: TaskContext) -> int:
-    """Create an order, and raise in the first two attempts."""
     Order.objects.create(article=f"of attempt {context.attempt}")
     if context.attempt < 3:
         raise ValueError(f"attempt {context.attempt}")
@@ -43,21 +40,18 @@ def fail_twice(context: TaskContext) -> int:
 
 @task
 def fail() -> None:
-    """Raise."""
     Order.objects.create(article="of a task that fails")
     raise ValueError("never")
 
 
 @task
 def lose() -> None:
-    """Create an order while the message is removed."""
     Order.objects.create(article="of a lost task")
     connection.cursor().execute("select pgqueue.purge_queue('default')")
 
 
 @task
 def return_object() -> Any:
-    """Return what is no JSON."""
     return object()
 
 
@@ -72,6 +66,5 @@ def order_and_wait() -> bool:
 
 @task
 def send_another() -> str:
-    """Send a task and a message in the transaction of this one."""
     queue("orders").enqueue(1)
     return str(add.enqueue(1).id)

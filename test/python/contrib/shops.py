@@ -27,11 +27,9 @@ class Router:
     write_to: str | None = None
 
     def db_for_write(self, _model: Any, **_: Any) -> str | None:
-        """The database for a model."""
         return self.write_to
 
     def allow_migrate(self, db: str, _app_label: str, **hints: Any) -> bool | None:
-        """Whether an operation runs there."""
         return db == hints["only"] if "only" in hints else None
 
 
@@ -43,16 +41,13 @@ class Shop:
     router: Router
 
     def connect(self, alias: str = "default") -> psycopg.Connection[Any]:
-        """A connection beside those of Django."""
         return psycopg.connect(self.dsns[alias], autocommit=True)
 
     def environment(self) -> dict[str, str]:
-        """The environment of a command of the project."""
         paths = [str(HERE), *sys.path]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
     def manage(self, *words: str) -> "subprocess.Popen[bytes]":
-        """Start a command of the project."""
         command = [sys.executable, "-W", "error", "manage.py", *words]
         return subprocess.Popen(command, cwd=PROJECT, env=self.environment())
 

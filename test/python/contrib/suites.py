@@ -8,13 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
-import psycopg
 import pytest
-from commands import NewDatabase
 
-import pgqueue
-
-__all__ = ["SUITES", "dsn", "run", "unpacked"]
+__all__ = ["SUITES", "run", "unpacked"]
 
 SUITES = Path(__file__).parents[3] / ".cache/brokers"
 
@@ -33,14 +29,6 @@ def unpacked(tmp_path: Path) -> Callable[[str], Path]:
         return next(tmp_path.glob(f"{project}-*"))
 
     return unpack
-
-
-@pytest.fixture
-def dsn(empty_database: NewDatabase) -> str:
-    dsn = empty_database()
-    with psycopg.connect(dsn) as connection:
-        pgqueue.install(connection)
-    return dsn
 
 
 def run(home: Path, dsn: str, *words: str, python: str = sys.executable, **variables: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import httpx
 import psycopg
 import pytest
 from celeries import shop, worker
-from clients import PATIENCE, free_port, wait_for
+from clients import PATIENCE, Connection, free_port, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
@@ -67,7 +67,7 @@ def test_a_task_of_ten_timeouts_runs_once_and_one_of_a_killed_worker_twice(
 
 
 def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
-    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     with worker(database, tmp_path, "-c", "1", task_default_queue=name, task_acks_late=True) as running:
@@ -82,7 +82,7 @@ def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
 
 
 def test_an_idle_worker_holds_no_task_that_is_due_later(
-    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     with worker(database, tmp_path, "-c", "1", task_default_queue=name) as running:
@@ -91,7 +91,9 @@ def test_an_idle_worker_holds_no_task_that_is_due_later(
             for _ in range(10_000):
                 app.send_task("celery_tasks.add", (1, 1), eta=eta, producer=producer, ignore_result=True)
         assert app.send_task("celery_tasks.add", (1, 1)).get(timeout=PATIENCE) == 2  # It has looked.
-        assert app.control.inspect(destination=[running.name], timeout=5).scheduled() == {running.name: []}
+        inspect = app.control.inspect(destination=[running.name], timeout=PATIENCE)
+        inspect.limit = 1  # the answers to wait for
+        assert inspect.scheduled() == {running.name: []}
         assert (queue.stats().scheduled_messages, queue.stats().inflight_messages) == (10_000, 0)
 
 
@@ -127,7 +129,7 @@ def test_tasks_survive_restarts_of_the_server(own: EmbeddedServer, name: str, tm
 
 
 def test_two_versions_of_an_app_share_a_queue(
-    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
 ) -> None:
     """A task that only the later version knows is a dead letter of the earlier one, and runs after a redrive."""
     queue = pgqueue.Queue(connection, name)
@@ -152,7 +154,7 @@ def test_two_versions_of_an_app_share_a_queue(
 
 
 def test_results_can_be_stored_in_the_database_of_the_broker(
-    database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+    database: str, name: str, tmp_path: Path, connection: Connection
 ) -> None:
     stored = "db+postgresql+psycopg://{user}@/{dbname}?host={host}".format_map(conninfo_to_dict(database))
     with (

@@ -6,11 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from celeries import Worker, shop, worker
 from celery.exceptions import TaskRevokedError
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, Connection, wait_for
 
 import pgqueue
 
@@ -24,9 +23,7 @@ def app(database: str) -> Iterator[Any]:
         yield app
 
 
-def test_a_worker_from_its_start_to_its_end(
-    app: Any, database: str, tmp_path: Path, connection: psycopg.Connection[Any]
-) -> None:
+def test_a_worker_from_its_start_to_its_end(app: Any, database: str, tmp_path: Path, connection: Connection) -> None:
     settings = {
         "task_default_queue": QUEUE,
         "task_acks_late": True,
@@ -53,9 +50,7 @@ def it_runs_tasks_and_returns_results(app: Any) -> None:
         late.get(timeout=PATIENCE)
 
 
-def it_answers_and_extends_its_claims_while_it_is_busy(
-    app: Any, running: Worker, connection: psycopg.Connection[Any]
-) -> None:
+def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
     first = app.send_task("celery_tasks.sleep", (1.5 * VISIBILITY_TIMEOUT, True))
     wait_for(running.lines)
@@ -75,7 +70,7 @@ def it_answers_and_extends_its_claims_while_it_is_busy(
     assert [(task, redelivered) for _, task, redelivered in starts] == [(first.id, "False"), (others[0].id, "False")]
 
 
-def its_task_is_delivered_again_if_it_is_killed(app: Any, running: Worker, connection: psycopg.Connection[Any]) -> None:
+def its_task_is_delivered_again_if_it_is_killed(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
     task = app.send_task("celery_tasks.sleep", (PATIENCE,))
     wait_for(lambda: task.id in running.lines()[-1])

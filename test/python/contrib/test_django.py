@@ -41,7 +41,6 @@ NOW = timedelta(0)
 
 @pytest.fixture(autouse=True)
 def empty(shop: Shop) -> Iterator[None]:
-    """Every test begins with empty queues and tables."""
     for alias in shop.dsns:
         with shop.connect(alias) as beside:
             beside.execute("truncate shop_order cascade")
@@ -63,7 +62,6 @@ def new_order(pieces: int = 1, using: str = "default") -> Any:
 
 
 def shipments(using: str = "default") -> int:
-    """How many parcels there are."""
     return int(apps.get_model("shop", "Shipment").objects.using(using).count())
 
 
@@ -529,7 +527,6 @@ class Clerk:
         self._client.force_login(user)
 
     def get(self, address: str = "/admin/pgqueue/deadletter/") -> Any:
-        """A page."""
         return self._client.get(address)
 
     def post(self, address: str = "/admin/pgqueue/deadletter/?queue=orders", token: str = "", **fields: Any) -> Any:
@@ -540,7 +537,6 @@ class Clerk:
 
 
 def text(page: Any) -> str:
-    """The text of a page, without markup."""
     return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", "", page.content.decode())))
 
 

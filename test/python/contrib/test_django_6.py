@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from suites import dsn, run, unpacked
+from suites import run, unpacked
 
-__all__ = ["dsn", "unpacked"]
+__all__ = ["unpacked"]
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("test/python/contrib/test_django.py", "test/python/contrib/test_django_tasks.py")
@@ -63,8 +63,8 @@ def test_all_holds_with_django_6(server: str, python: str) -> None:
 
 
 @pytest.mark.long(part="consumer")
-def test_the_tests_of_django_pass(unpacked: Callable[[str], Path], dsn: str, python: str) -> None:
+def test_the_tests_of_django_pass(unpacked: Callable[[str], Path], own_database: str, python: str) -> None:
     home = unpacked("django") / "tests"
     paths = {"PYTHONPATH": str(ROOT / "python/src"), "DJANGO_ALLOW_ASYNC_UNSAFE": "1"}
-    outcomes = run(home, dsn, "--pyargs", "django_suites", python=python, **paths)
+    outcomes = run(home, own_database, "--pyargs", "django_suites", python=python, **paths)
     assert (len(outcomes), set(outcomes.values())) == (54, {"passed"})

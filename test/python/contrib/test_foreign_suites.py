@@ -9,9 +9,9 @@ import django
 import pytest
 from celeries import broker_url
 from clients import free_port, wait_for
-from suites import SUITES, dsn, run, unpacked
+from suites import SUITES, run, unpacked
 
-__all__ = ["dsn", "unpacked"]
+__all__ = ["unpacked"]
 
 Unpacked = Callable[[str], Path]
 long = pytest.mark.long(part="brokers")
@@ -70,16 +70,18 @@ SLOW = "TimeToLive or Failover or failed"
 @pytest.mark.parametrize(
     ("which", "number"), [(f"not ({SLOW})", 23), pytest.param(SLOW, 24, marks=long)], ids=["quick", "slow"]
 )
-def test_kombus_integration_tests_pass(unpacked: Unpacked, dsn: str, which: str, number: int) -> None:
+def test_kombus_integration_tests_pass(unpacked: Unpacked, own_database: str, which: str, number: int) -> None:
     home = unpacked("kombu")
     (home / "test_pgqueue.py").write_text(KOMBU)
-    outcomes = run(home, dsn, "test_pgqueue.py", "-k", which, TEST_BROKER=broker_url(dsn))
+    outcomes = run(home, own_database, "test_pgqueue.py", "-k", which, TEST_BROKER=broker_url(own_database))
     assert (len(outcomes), set(outcomes.values())) == (number, {"passed"})
 
 
 @long
 @pytest.mark.parametrize("file", ["test_canvas.py", "test_inspect.py", "test_security.py", "test_tasks.py"])
-def test_no_test_of_celery_fails_that_passes_with_redis(unpacked: Unpacked, dsn: str, redis: int, file: str) -> None:
+def test_no_test_of_celery_fails_that_passes_with_redis(
+    unpacked: Unpacked, own_database: str, redis: int, file: str
+) -> None:
     """One of test_canvas.py fails, and Celery expects it to fail with Redis: as
     `test_chord_header_id_duplicated_on_rabbitmq_msg_duplication` sends an object as a property, which only AMQP drops.
     `test_trace_log_arguments` of test_tasks.py is left out: it wants log records that this pytest does not have, with
@@ -90,27 +92,29 @@ def test_no_test_of_celery_fails_that_passes_with_redis(unpacked: Unpacked, dsn:
     words = ["-p", "pgqueue_alias", "-p", "celery.contrib.pytest", "-W", "ignore", "-k", "not test_trace_log_arguments"]
     at = f"redis://127.0.0.1:{redis}"
     both = {"TEST_BACKEND": at, "REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis)}
-    ours = both | {"TEST_BROKER": broker_url(dsn)}
+    ours = both | {"TEST_BROKER": broker_url(own_database)}
     outcomes: dict[str, str] = {}
     failed = [f"t/integration/{file}"]
     # Celery marks these tests as flaky, with five reruns, because they have short time limits, as its workers have.
     for _ in range(6):
-        outcomes |= run(home, dsn, *words, *failed, **ours)
+        outcomes |= run(home, own_database, *words, *failed, **ours)
         failed = [f"t/integration/{file}::{test}" for test, outcome in outcomes.items() if outcome == "failed"]
         if not failed:
             break
     assert "passed" in outcomes.values() or file == "test_security.py"  # Its only test is expected to fail.
     if failed:
-        assert "passed" not in run(home, dsn, *words, *failed, TEST_BROKER=at, **both).values()
+        assert "passed" not in run(home, own_database, *words, *failed, TEST_BROKER=at, **both).values()
 
 
 @long
-def test_the_tests_of_django_tasks_db_pass(unpacked: Unpacked, dsn: str) -> None:
+def test_the_tests_of_django_tasks_db_pass(unpacked: Unpacked, own_database: str) -> None:
     home = unpacked("django_tasks_db")
     (home / "tests/__init__.py").touch()
     # The distribution lacks the tasks. Those of Django are the same.
     tasks = (unpacked("django") / "tests/tasks/tasks.py").read_text().replace("This Task", "This task")
     package = "django.tasks" if django.VERSION >= (6,) else "django_tasks"
     (home / "tests/tasks.py").write_text(tasks.replace("django.tasks", package))
-    outcomes = run(home, dsn, "--pyargs", "django_suites", APPS="django_tasks_db", DJANGO_ALLOW_ASYNC_UNSAFE="1")
+    outcomes = run(
+        home, own_database, "--pyargs", "django_suites", APPS="django_tasks_db", DJANGO_ALLOW_ASYNC_UNSAFE="1"
+    )
     assert (len(outcomes), set(outcomes.values())) == (30, {"passed"})

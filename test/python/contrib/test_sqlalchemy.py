@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, value, wait_for
+from clients import PATIENCE, Connection, connect, value, wait_for
 from psycopg.rows import dict_row
 from sqlalchemy import URL, Engine, ForeignKey, NullPool, create_engine, func, make_url, select, text
 from sqlalchemy.exc import IntegrityError, InvalidRequestError
@@ -25,8 +25,6 @@ from pgqueue import testing
 from pgqueue.contrib import sqlalchemy as contrib
 from pgqueue.contrib.sqlalchemy import queue_of, session_of
 from pgqueue.testing import drain
-
-Connection = psycopg.Connection[Any]
 
 
 class Base(DeclarativeBase):
@@ -53,14 +51,6 @@ def url(dsn: str) -> URL:
 @pytest.fixture(scope="module")
 def dsn(server: str) -> Iterator[str]:
     """A database with the tables."""
-    with testing.database(server) as dsn:
-        Base.metadata.create_all(create_engine(url(dsn), poolclass=NullPool))
-        yield dsn
-
-
-@pytest.fixture(scope="module")
-def other(server: str) -> Iterator[str]:
-    """Another database."""
     with testing.database(server) as dsn:
         Base.metadata.create_all(create_engine(url(dsn), poolclass=NullPool))
         yield dsn
@@ -176,9 +166,9 @@ async def test_an_async_session_takes_the_message_into_its_transaction(
 
 
 def test_a_session_with_two_databases_sends_to_the_one_that_is_named(
-    shop: Engine, queue: pgqueue.Queue, other: str
+    shop: Engine, queue: pgqueue.Queue, server: str
 ) -> None:
-    with connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
+    with testing.database(server) as other, connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
         second = create_engine(url(other), poolclass=NullPool)
         with Session(binds={Order: shop, Shipment: second}) as session:
             queue_of(session, "orders", bind_arguments={"mapper": Order}).enqueue("near")
@@ -334,7 +324,7 @@ def test_one_engine_serves_a_connection_and_keeps_no_connection_alive(
             engines.append(id(session.connection().engine))
             session.add(Order(what=delivery.message.payload))
 
-    def made() -> psycopg.Connection[Any]:  # with rows that SQLAlchemy cannot read
+    def made() -> Connection:  # with rows that SQLAlchemy cannot read
         return psycopg.connect(dsn, row_factory=dict_row)
 
     assert drain(consumer(made, handle, concurrency=1)).succeeded == count(connection) == 5
@@ -498,7 +488,7 @@ def test_handlers_on_many_threads_have_sessions_of_their_own(
         with session_of(delivery) as session:
             session.add(Order(what=delivery.message.payload))
             session.flush()
-            together.wait(60)
+            together.wait(PATIENCE)
 
     assert drain(consumer(dsn, handle, concurrency=4)).succeeded == count(connection) == 8
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, value, wait_for
+from clients import PATIENCE, Connection, value, wait_for
 from taskiq.api import run_receiver_task
 from taskiq.exceptions import SendTaskError
 from taskiq_tasks import register
@@ -22,21 +22,13 @@ from pgqueue.contrib.taskiq import PgqueueBroker
 
 
 @pytest.fixture
-def dsn(empty_database: Callable[[], str]) -> str:
-    dsn = empty_database()
-    with psycopg.connect(dsn) as connection:
-        pgqueue.install(connection)
-    return dsn
-
-
-@pytest.fixture
-def connection(dsn: str) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(dsn, autocommit=True) as connection:
+def connection(own_database: str) -> Iterator[Connection]:
+    with psycopg.connect(own_database, autocommit=True) as connection:
         yield connection
 
 
 @pytest.fixture
-def tasks(connection: psycopg.Connection[Any]) -> pgqueue.Queue:
+def tasks(connection: Connection) -> pgqueue.Queue:
     return pgqueue.Queue(connection, "taskiq")
 
 
@@ -96,8 +88,8 @@ def send(broker: PgqueueBroker, name: str, *arguments: Any, **labels: Any) -> Aw
     return task.kicker().with_labels(**labels).kiq(*arguments)
 
 
-async def test_a_task_runs_once_and_leaves_nothing(dsn: str, tasks: pgqueue.Queue, journal: Journal) -> None:
-    async with working(dsn, also=["other"]) as broker:
+async def test_a_task_runs_once_and_leaves_nothing(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:
+    async with working(own_database, also=["other"]) as broker:
         sent = await send(broker, "append", "one")
         await send(broker, "append", "two", queue_name="other")
         await send(broker, "fail")  # A failed task is acknowledged: middlewares of taskiq repeat it.
@@ -108,8 +100,8 @@ async def test_a_task_runs_once_and_leaves_nothing(dsn: str, tasks: pgqueue.Queu
     assert (stats.acknowledged_total, stats.ready_messages, stats.inflight_messages) == (2, 0, 0)
 
 
-async def test_labels_decide_where_and_when_a_task_is(dsn: str, tasks: pgqueue.Queue) -> None:
-    async with started(dsn) as broker:
+async def test_labels_decide_where_and_when_a_task_is(own_database: str, tasks: pgqueue.Queue) -> None:
+    async with started(own_database) as broker:
         sent = await send(broker, "append", "x", delay=3600, priority=7)
         refused = {"delay": "soon"}, {"delay": -1}, {"priority": 10}, {"queue_name": "missing"}
         for label in refused:
@@ -125,8 +117,8 @@ async def test_labels_decide_where_and_when_a_task_is(dsn: str, tasks: pgqueue.Q
     assert message.visible_at - message.enqueued_at > timedelta(minutes=59)
 
 
-async def test_what_is_no_task_becomes_a_dead_letter(dsn: str, tasks: pgqueue.Queue, journal: Journal) -> None:
-    async with working(dsn) as broker:
+async def test_what_is_no_task_becomes_a_dead_letter(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:
+    async with working(own_database) as broker:
         tasks.enqueue(body=b"no task")
         tasks.enqueue({"no": "body"})
         broker.register_task(lambda: None, task_name="removed")
@@ -137,8 +129,8 @@ async def test_what_is_no_task_becomes_a_dead_letter(dsn: str, tasks: pgqueue.Qu
     assert journal.lines() == ["good"]
 
 
-async def test_a_long_task_stays_claimed(dsn: str, tasks: pgqueue.Queue, journal: Journal) -> None:
-    async with working(dsn, visibility_timeout=timedelta(seconds=1)) as broker:
+async def test_a_long_task_stays_claimed(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:
+    async with working(own_database, visibility_timeout=timedelta(seconds=6)) as broker:
         await send(broker, "wait_for_gate", "long")
         await until(lambda: journal.lines())
         (first,) = tasks.browse("inflight")
@@ -149,16 +141,16 @@ async def test_a_long_task_stays_claimed(dsn: str, tasks: pgqueue.Queue, journal
 
 
 async def test_a_worker_goes_on_when_its_sessions_end(
-    dsn: str, connection: psycopg.Connection[Any], journal: Journal
+    own_database: str, connection: Connection, journal: Journal
 ) -> None:
     terminate = (
         "select count(pg_terminate_backend(pid)) from pg_stat_activity"
         " where application_name = 'pgqueue taskiq' and datname = current_database()"
     )
-    async with working(dsn):
+    async with working(own_database):
         for n in range(2):
             await until(lambda: value(connection, terminate))
-            await until(lambda n=n: asyncio.run(kicked(dsn, str(n))))  # type: ignore[misc]
+            await until(lambda n=n: asyncio.run(kicked(own_database, str(n))))  # type: ignore[misc]
             await until(lambda n=n: str(n) in journal.lines())  # type: ignore[misc]
 
 
@@ -170,7 +162,6 @@ async def kicked(dsn: str, line: str) -> bool:
 
 @contextmanager
 def worker(dsn: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """The program `taskiq worker`."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "taskiq", "worker", "taskiq_tasks:broker", "--workers", "1"]
     process = subprocess.Popen(command, env=os.environ | {"TASKIQ_DSN": dsn, "PYTHONPATH": paths}, process_group=0)
@@ -182,13 +173,16 @@ def worker(dsn: str) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait(PATIENCE)
 
 
-async def test_a_task_of_a_killed_worker_runs_again(dsn: str, tasks: pgqueue.Queue, journal: Journal) -> None:
-    async with started(dsn) as broker:
+async def test_a_task_of_a_killed_worker_runs_again(
+    own_database: str, connection: Connection, tasks: pgqueue.Queue, journal: Journal
+) -> None:
+    async with started(own_database) as broker:
         await send(broker, "wait_for_gate", "task")
-        with worker(dsn):
+        with worker(own_database):
             await until(lambda: journal.lines())
+        connection.execute("update pgqueue.messages set visible_at = clock_timestamp()")  # The claim ends.
         journal.open_gate()
-        with worker(dsn):
+        with worker(own_database):
             await until(lambda: "end task" in journal.lines())
             await until(lambda: not tasks.stats().inflight_messages)
     assert journal.lines() == ["begin task", "begin task", "end task"]

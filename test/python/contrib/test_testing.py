@@ -9,13 +9,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, value, wait_for
+from clients import Connection, connect, value, wait_for
 
 import pgqueue
 from pgqueue import testing
 from pgqueue.testing import delivery, drain, make_due, message
 
-Connection = psycopg.Connection[Any]
 HOUR = timedelta(hours=1)
 
 

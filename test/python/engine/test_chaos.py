@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, new_seed, wait_for
+from clients import Connection, connect, is_empty, new_seed, wait_for
 
 import pgqueue
 
@@ -76,9 +76,7 @@ def group_of(message: pgqueue.Message) -> str:
     return str((message.headers or {}).get("pgqueue.group", message.id))
 
 
-def racing(
-    dsn: str, sessions: int, rounds: int, seed: int, work: Callable[[psycopg.Connection[Any], random.Random], None]
-) -> None:
+def racing(dsn: str, sessions: int, rounds: int, seed: int, work: Callable[[Connection, random.Random], None]) -> None:
     """Call `work` so often in each of some sessions at once. The sessions end each other, and connect anew."""
     pids: dict[int, int] = {}
 
@@ -111,7 +109,7 @@ class Users:
         self.most = 0  # messages in flight
         self.is_over = False
 
-    def __call__(self, own: psycopg.Connection[Any], chance: random.Random) -> None:
+    def __call__(self, own: Connection, chance: random.Random) -> None:
         queue, kind = pgqueue.Queue(own, self.name), chance.random()
         if self.is_altered and kind > 0.97:
             with suppress(pgqueue.QueueBusy):
@@ -222,7 +220,7 @@ FAST = ("plain", "group_limit", "group_limit of 3", "priorities", "altered")
 )
 def test_a_queue_keeps_its_promises_although_sessions_die(
     database: str,
-    connection: psycopg.Connection[Any],
+    connection: Connection,
     name: str,
     kind: str,
     sessions: int,

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, connect, value, wait_for
+from clients import QUIET, Connection, connect, value, wait_for
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -53,21 +52,19 @@ def site(template: Server) -> Iterator[tuple[Server, str]]:
 
 
 @pytest.fixture
-def owner(site: tuple[Server, str]) -> Iterator[psycopg.Connection[Any]]:
+def owner(site: tuple[Server, str]) -> Iterator[Connection]:
     with site[0].connect(site[1]) as connection:
         yield connection
 
 
-def make_due(connection: psycopg.Connection[Any]) -> None:
+def make_due(connection: Connection) -> None:
     """Make the next claim sweep, and the sweep ask for a compaction."""
     connection.execute(
         "select setval('pgqueue.next_maintenance_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q"
     )
 
 
-def test_claims_compact_a_table_while_the_horizon_is_pinned(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
+def test_claims_compact_a_table_while_the_horizon_is_pinned(site: tuple[Server, str], owner: Connection) -> None:
     server, database = site
     with server.connect(database) as pin:
         pin.execute("begin isolation level repeatable read")
@@ -105,7 +102,7 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
     ids=["batch", "now", "later", "claim"],
 )
 def test_calls_of_a_role_without_rights_on_the_tables_compact(
-    site: tuple[Server, str], owner: psycopg.Connection[Any], call: str
+    site: tuple[Server, str], owner: Connection, call: str
 ) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)
@@ -125,9 +122,7 @@ def test_calls_of_a_role_without_rights_on_the_tables_compact(
     owner.execute("drop owned by compact_user; drop role compact_user")
 
 
-def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
+def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(site: tuple[Server, str], owner: Connection) -> None:
     queue = pgqueue.Queue(owner, "a")
     queue.enqueue(1)
     owner.execute(FORCED_COMPACTION)
@@ -147,9 +142,7 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
     assert value(owner, f"select {next_at} > %s + interval '30 s'", began_at)
 
 
-def test_doctor_names_what_keeps_a_table_from_being_compacted(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
+def test_doctor_names_what_keeps_a_table_from_being_compacted(site: tuple[Server, str], owner: Connection) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)
     owner.execute("""
@@ -204,7 +197,7 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
 
 
 def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
+    site: tuple[Server, str], owner: Connection
 ) -> None:
     server, database = site
     with server.connect("postgres") as other:
@@ -227,7 +220,7 @@ def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
     ],
 )
 def test_prepare_transaction_does_not_compact(
-    site: tuple[Server, str], owner: psycopg.Connection[Any], statement: str, prepare: bool
+    site: tuple[Server, str], owner: Connection, statement: str, prepare: bool
 ) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)
@@ -306,7 +299,7 @@ def dumped_ids(server: Server, database: str) -> set[int] | None:
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_compaction_waits_for_a_dump_and_a_dump_that_one_made_incomplete_fails(
-    site: tuple[Server, str], owner: psycopg.Connection[Any], is_held: bool
+    site: tuple[Server, str], owner: Connection, is_held: bool
 ) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)

@@ -1,11 +1,11 @@
 """The buffers that claims of queues with groups, priorities and limits, and publish, read beside many rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from clients import buffers, buffers_of_claims, connect, value, wait_for
+from clients import Connection, buffers, buffers_of_claims, connect, value, wait_for
 
 import pgqueue
 
@@ -13,40 +13,34 @@ ANALYZED = pytest.mark.parametrize("is_analyzed", [True, pytest.param(False, mar
 SEND = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
 
 
-def analyze(connection: psycopg.Connection[Any], is_analyzed: bool) -> None:
-    if is_analyzed:
-        connection.execute("analyze pgqueue.messages")
-
-
 @pytest.fixture
-def pinned(empty_database: Callable[[], str]) -> Iterator[psycopg.Connection[Any]]:
+def pinned(own_database: str) -> Iterator[Connection]:
     """A session in a database of which another transaction pins the horizon."""
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
+    with connect(own_database) as connection, psycopg.connect(own_database) as pin:
         connection.execute("set pgqueue.compaction = off")  # the removed rows are to stay
         pin.execute("select pg_current_xact_id()")
         yield connection
 
 
-def first_id(connection: psycopg.Connection[Any], name: str) -> int:
+def first_id(connection: Connection, name: str) -> int:
     """The id below which a queue has no message, as far as sweeps have recorded it."""
     return int(value(connection, "select first_id from pgqueue.sweep_state where queue_name = %s", name))
 
 
 @ANALYZED
 def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
-    connection: psycopg.Connection[Any], name: str, is_analyzed: bool
+    connection: Connection, name: str, is_analyzed: bool
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(group_limit=1)
     connection.execute(SEND.format("array_fill('hot'::text, array[%s])").encode(), [name, 10_000, 10_000])
     groups = "array(select 'group ' || i %% 50 from generate_series(1, %s) as i)"
     connection.execute(SEND.format(groups).encode(), [name, 1000, 1000])
-    analyze(connection, is_analyzed)
+    if is_analyzed:
+        connection.execute("analyze pgqueue.messages")
     assert buffers_of_claims(connection, name) < 66  # 33
 
 
-def test_claims_read_few_buffers_beside_a_backlog_with_limits(connection: psycopg.Connection[Any], name: str) -> None:
+def test_claims_read_few_buffers_beside_a_backlog_with_limits(connection: Connection, name: str) -> None:
     pgqueue.Queue(connection, name).create_queue(max_in_flight=100, rate_limit=1_000_000)
     connection.execute(SEND.format("null").encode(), [name, 10_000])
     connection.execute(  # a claim by plain SQL
@@ -72,7 +66,7 @@ PRIOR = {"priorities": [number % 9 + 1 for number in range(100)]}
     ids=["groups", "priorities", "limit"],
 )
 def test_claims_read_few_buffers_while_the_horizon_is_pinned(
-    pinned: psycopg.Connection[Any],
+    pinned: Connection,
     name: str,
     is_analyzed: bool,
     settings: dict[str, Any],
@@ -96,14 +90,13 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(
             left -= len(claimed)
     if "group_limit" in settings:
         wait_for(lambda: not queue.claim() and first_id(pinned, name) > ids[-1])
-    analyze(pinned, is_analyzed)
+    if is_analyzed:
+        pinned.execute("analyze pgqueue.messages")
     queue.enqueue_batch(**arguments)
     assert buffers_of_claims(pinned, name) < most
 
 
-def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(
-    pinned: psycopg.Connection[Any], name: str
-) -> None:
+def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(pinned: Connection, name: str) -> None:
     queue = pgqueue.Queue(pinned, name)
     queue.create_queue(group_limit=1)
     ids = queue.enqueue_batch([0] * 5100, group_keys=["hot"] * 5100)
@@ -117,10 +110,9 @@ PUBLISH = 400  # read and hit by a publish to one subscriber; about twice what w
 
 
 @pytest.fixture
-def crowd(empty_database: Callable[[], str], request: pytest.FixtureRequest) -> psycopg.Connection[Any]:
+def crowd(own_database: str, request: pytest.FixtureRequest) -> Connection:
     """A database with one matching subscription among many of all kinds that do not match."""
-    connection = psycopg.connect(empty_database(), autocommit=True)
-    pgqueue.install(connection)
+    connection = psycopg.connect(own_database, autocommit=True)
     connection.execute("select pgqueue.create_queue('q'), pgqueue.subscribe('orders.paid.*', 'q')")
     connection.execute(
         "insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)"
@@ -132,7 +124,7 @@ def crowd(empty_database: Callable[[], str], request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("crowd", [30_000, pytest.param(100_000, marks=pytest.mark.long(part="engine"))], indirect=True)
-def test_publish_uses_an_index_with_many_subscriptions(crowd: psycopg.Connection[Any]) -> None:
+def test_publish_uses_an_index_with_many_subscriptions(crowd: Connection) -> None:
     with crowd:
         for vacuum in ("vacuum", "vacuum analyze"):
             crowd.execute(f"{vacuum} pgqueue.subscriptions".encode())

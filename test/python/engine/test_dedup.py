@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
-from clients import connect, value
+from clients import Connection, connect, value
 
 import pgqueue
 
@@ -22,7 +21,7 @@ def in_parallel(number: int, function: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
 def test_parallel_senders_add_one_message_for_each_key(
-    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
+    database: str, connection: Connection, name: str, senders: int, number: int
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
 
@@ -59,34 +58,8 @@ def test_parallel_senders_add_one_message_for_each_key(
 
 
 @pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
-def test_parallel_batches_add_one_message_for_each_of_many_keys(
-    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
-) -> None:
-    pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
-    chance = random.Random(1)
-    # Half of the keys of a sender are those of others, and some come twice in a batch.
-    common = chance.sample(range(number * 10), number * 3)
-    keys = [common + [chance.randrange(number * 10) for _ in common] for _ in range(senders)]
-
-    def send(sender: int) -> set[tuple[int, int]]:
-        mine = random.Random(sender).sample(keys[sender], len(keys[sender]))
-        with connect(database) as own:
-            queue = pgqueue.Queue(own, name)
-            sent: set[tuple[int, int]] = set()
-            for start in range(0, len(mine), 500):
-                batch = mine[start : start + 500]
-                sent.update(zip(queue.enqueue_batch(batch, dedup_keys=map(str, batch)), batch, strict=True))
-        return sent
-
-    answers = set().union(*in_parallel(senders, send))
-    rows = connection.execute("select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,))
-    assert answers == set(rows.fetchall())
-    assert sorted(key for _, key in answers) == sorted(set().union(*keys))
-
-
-@pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
 def test_a_key_has_at_most_one_living_message(
-    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
+    database: str, connection: Connection, name: str, senders: int, number: int
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(0), backoff_base=timedelta(0))
     look = """
@@ -124,7 +97,7 @@ def test_a_key_has_at_most_one_living_message(
 
 @pytest.mark.parametrize("cancels", [False, True])
 def test_parallel_replacements_leave_one_message_and_do_not_deadlock_with_cancellations(
-    database: str, connection: psycopg.Connection[Any], name: str, cancels: bool
+    database: str, connection: Connection, name: str, cancels: bool
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(dedup_window=timedelta(0))
@@ -149,15 +122,11 @@ def test_parallel_replacements_leave_one_message_and_do_not_deadlock_with_cancel
     assert queue.cancel_by_key("only") is False
 
 
-def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
-    empty_database: Callable[[], str],
-) -> None:
+def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(own_database: str) -> None:
     """The table of the last period is truncated when the transaction of the receive commits."""
-    dsn = empty_database()
     # More than a minute after the start of every period.
     middle = "select clock_timestamp() + (timestamptz '2030-01-15 12:30+00' - %L::timestamptz)"
-    with connect(dsn) as one, connect(dsn) as other:
-        one.execute("create extension pgqueue")
+    with connect(own_database) as one, connect(own_database) as other:
         one.execute("select pgqueue.create_queue('a'), pgqueue.create_queue('b')")
         one.execute(f"""
             do $do$ begin execute format($f$

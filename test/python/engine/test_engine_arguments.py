@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psycopg
 import pytest
-from clients import QUIET
+from clients import QUIET, Connection
 
 from pgqueue.embedded import EmbeddedServer
 from pgqueue.sql import _VERBS
@@ -168,7 +168,7 @@ def good(verb: str, argument: str, kind: str) -> str:
 
 
 @contextmanager
-def queues(database: str) -> Iterator[psycopg.Connection[Any]]:
+def queues(database: str) -> Iterator[Connection]:
     """A connection in a transaction, with a queue, and with another queue that has a stream with an open batch."""
     with psycopg.connect(database) as connection:
         connection.execute("create role pgqueue_test_arguments")
@@ -184,12 +184,12 @@ def queues(database: str) -> Iterator[psycopg.Connection[Any]]:
 
 
 @pytest.fixture(scope="module")
-def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
+def arguments(database: str) -> Iterator[Connection]:
     with queues(database) as connection:
         yield connection
 
 
-def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) -> str:
+def outcome(connection: Connection, statement: str, argument: str) -> str:
     """Call a function and roll back; returns `taken`, `refused`, or the error if it is not a proper refusal."""
     try:
         with connection.transaction(force_rollback=True):
@@ -211,7 +211,7 @@ VERBS = [Verb(name, call.arguments) for name, call in _VERBS.items()]
 ALONE = {"compact_queue", "compact_queues"}
 
 
-def test_valid_arguments_and_names_in_any_collation_are_accepted(arguments: psycopg.Connection[Any]) -> None:
+def test_valid_arguments_and_names_in_any_collation_are_accepted(arguments: Connection) -> None:
     seen = {}
     for verb in VERBS:
         if verb.name not in ALONE:
@@ -221,7 +221,7 @@ def test_valid_arguments_and_names_in_any_collation_are_accepted(arguments: psyc
     assert {name: what for name, what in seen.items() if what != "taken"} == {}
 
 
-def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any]) -> None:
+def test_null_is_documented_or_refused(arguments: Connection) -> None:
     seen = {
         (verb.name, argument): outcome(arguments, verb.call(**{argument: f"cast(null as {kind})"}), argument)
         for verb in VERBS
@@ -235,7 +235,7 @@ def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any]) -> No
 @pytest.mark.parametrize(
     "is_whole", [False, pytest.param(True, marks=pytest.mark.long(part="engine"))], ids=["short", "at length"]
 )
-def test_no_argument_breaks_out_of_its_value(arguments: psycopg.Connection[Any], is_whole: bool) -> None:
+def test_no_argument_breaks_out_of_its_value(arguments: Connection, is_whole: bool) -> None:
     """In the short run each argument gets the last of the unusual values of its type, and another one in turn."""
     bad = {}
     for turn, verb in enumerate(VERBS):

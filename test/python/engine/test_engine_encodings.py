@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect
+from clients import Connection, connect
 from psycopg.conninfo import make_conninfo
 
 HEADERS = {
@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 @contextmanager
-def installed(server: str, encoding: str, settings: dict[str, str]) -> Iterator[psycopg.Connection[Any]]:
+def installed(server: str, encoding: str, settings: dict[str, str]) -> Iterator[Connection]:
     """A session in a database with this encoding and these settings, where pgqueue has been installed."""
     name = f"pgqueue_test_{secrets.token_hex(6)}"
     with connect(server) as maintenance:
@@ -45,7 +45,7 @@ def installed(server: str, encoding: str, settings: dict[str, str]) -> Iterator[
         maintenance.execute(f"drop database {name} with (force)")
 
 
-def live(connection: psycopg.Connection[Any]) -> None:
+def live(connection: Connection) -> None:
     """Send, fail, process, archive and read a message."""
     connection.execute("select pgqueue.create_queue('q', archive_for => '1 day')")
     connection.execute("select pgqueue.subscribe('orders.*', 'q')")
@@ -58,13 +58,13 @@ def live(connection: psycopg.Connection[Any]) -> None:
 
 
 @pytest.fixture(params=["EUC_JP", "LATIN1", "SQL_ASCII"])
-def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
+def other(server: str, request: pytest.FixtureRequest) -> Iterator[Connection]:
     """A session in a database with another encoding."""
     with installed(server, request.param, {}) as connection:
         yield connection
 
 
-def test_messages_work_in_other_encodings(other: psycopg.Connection[Any]) -> None:
+def test_messages_work_in_other_encodings(other: Connection) -> None:
     live(other)
 
 
@@ -114,7 +114,7 @@ def test_all_verbs_work_with_other_settings_of_the_database(server: str, level: 
         assert call("select count(*) from pgqueue.queues where name = %s") == (0,)
 
 
-def test_transport_headers_outside_the_encoding_do_not_block_messages(other: psycopg.Connection[Any]) -> None:
+def test_transport_headers_outside_the_encoding_do_not_block_messages(other: Connection) -> None:
     other.execute("select pgqueue.create_queue('q')")
     other.execute("select pgqueue.expose_transport('q')")
     for headers in HEADERS:

@@ -3,15 +3,14 @@
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
-from clients import connect
+from clients import Connection, connect
 from transports import patient
 
 import pgqueue
 
 
-def test_doctor_keeps_no_lock_on_an_empty_day_of_the_archive(connection: psycopg.Connection[Any], name: str) -> None:
+def test_doctor_keeps_no_lock_on_an_empty_day_of_the_archive(connection: Connection, name: str) -> None:
     # An archive of ten years has 3,653 days, each with an index.
     pgqueue.Queue(connection, name).create_queue(archive_for=timedelta(days=7))
     with connection.transaction():
@@ -22,7 +21,7 @@ def test_doctor_keeps_no_lock_on_an_empty_day_of_the_archive(connection: psycopg
 
 
 def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(
-    connection: psycopg.Connection[Any], database: str, name: str
+    connection: Connection, database: str, name: str
 ) -> None:
     pgqueue.Queue(connection, name).create_queue()
     pgqueue.Queue(connection, f"{name}-2").create_queue()
@@ -49,7 +48,7 @@ REQUEST = (
 )
 
 
-def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
+def leave_housekeeping(connection: Connection, queue: str) -> None:
     """Make a queue with something for each kind of housekeeping."""
     with patient(connection, "expose_transport"):
         connection.execute("select pgqueue.expose_transport(q.name) from pgqueue.create_queue(%s) q", [queue])
@@ -67,7 +66,7 @@ def leave_housekeeping(connection: psycopg.Connection[Any], queue: str) -> None:
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
-    connection: psycopg.Connection[Any], database: str, name: str, settings: str
+    connection: Connection, database: str, name: str, settings: str
 ) -> None:
     def value(statement: str, *values: object) -> Any:
         rows = connection.execute(statement.encode(), values).fetchall()

@@ -3,11 +3,10 @@
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
-from clients import connect
+from clients import Connection, connect
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
@@ -20,7 +19,6 @@ SCRIPT = FILE.read_text().replace("\\set ON_ERROR_STOP on\n", "")
 
 @pytest.fixture
 def owner(server: str) -> Iterator[str]:
-    """A role without privileges."""
     name = f"pgqueue_test_owner_{secrets.token_hex(4)}"
     with connect(server) as maintenance:
         maintenance.execute(sql.SQL("create role {}").format(sql.Identifier(name)))
@@ -29,7 +27,7 @@ def owner(server: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def owned(empty_database: Callable[[], str], owner: str) -> Iterator[psycopg.Connection[Any]]:
+def owned(empty_database: Callable[[], str], owner: str) -> Iterator[Connection]:
     """A session of the owner in a database with the privilege to create schemas."""
     dsn = empty_database()
     database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
@@ -42,7 +40,7 @@ def owned(empty_database: Callable[[], str], owner: str) -> Iterator[psycopg.Con
         admin.execute(sql.SQL("drop owned by {} cascade").format(sql.Identifier(owner)))
 
 
-def install(connection: psycopg.Connection[Any], as_extension: bool) -> None:
+def install(connection: Connection, as_extension: bool) -> None:
     if as_extension:
         if not connection.execute("select name from pg_available_extensions where name = 'pgqueue'").fetchone():
             pytest.skip("the server does not have the extension")
@@ -53,7 +51,7 @@ def install(connection: psycopg.Connection[Any], as_extension: bool) -> None:
 
 @pytest.mark.parametrize("as_extension", [True, False])
 def test_an_owner_without_superuser_can_use_all_functions(
-    owned: psycopg.Connection[Any], server: str, owner: str, as_extension: bool
+    owned: Connection, server: str, owner: str, as_extension: bool
 ) -> None:
     install(owned, as_extension)
     for queue, dedicated in (("shared", False), ("dedicated", True)):
@@ -81,7 +79,7 @@ def test_an_owner_without_superuser_can_use_all_functions(
         assert owned.execute("select pgqueue.drop_queue(%s)", (queue,)).fetchone() == (0,)
 
 
-def test_a_failed_installation_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
+def test_a_failed_installation_leaves_nothing(owned: Connection) -> None:
     for place in (SCRIPT.index("create function pgqueue.claim("), SCRIPT.rindex("commit;")):
         with pytest.raises(psycopg.errors.DivisionByZero):
             owned.execute((SCRIPT[:place] + "select 1 / 0;\n" + SCRIPT[place:]).encode())

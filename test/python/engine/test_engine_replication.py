@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, claim, connect, value, wait_for
+from clients import QUIET, Connection, claim, connect, record_vacant_ids, value, wait_for
 from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
@@ -19,16 +19,7 @@ def logical() -> Iterator[EmbeddedServer]:
         yield server
 
 
-def sweep(connection: psycopg.Connection[Any], queue: str) -> None:
-    """Let a claim sweep, and record vacant ids."""
-    connection.execute(
-        "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
-    )
-    connection.execute("select setval(next_sweep_at, 1) from pgqueue.queues where name = %s", (queue,))
-    claim(connection, queue, 1)
-
-
-def use(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def use(connection: Connection, queue: str) -> list[int]:
     """Use all write functions; returns the sent ids. No message is claimed at the end."""
     rows = connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[8]))", (queue,)).fetchall()
     for verb in ("ack", "nack", "reject", "ack"):
@@ -38,7 +29,7 @@ def use(connection: psycopg.Connection[Any], queue: str) -> list[int]:
         "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (queue,)
     )
     for _ in range(3):
-        sweep(connection, queue)
+        record_vacant_ids(connection, queue, 1)
     connection.execute("select pgqueue.redrive(%s)", (queue,))
     connection.execute("select pgqueue.ack(%s, id, claim_token) from pgqueue.claim(%s)", (queue, queue))
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (queue,))
@@ -49,7 +40,7 @@ def use(connection: psycopg.Connection[Any], queue: str) -> list[int]:
     return [row[0] for row in rows]
 
 
-def left(connection: psycopg.Connection[Any]) -> set[Any]:
+def left(connection: Connection) -> set[Any]:
     return set(
         connection.execute(
             "select queue_name, id from pgqueue.messages"

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, QUIET, claim, connect, wait_for
+from clients import PATIENCE, QUIET, Connection, claim, connect, record_vacant_ids, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,29 +49,29 @@ def pinned_horizon(dsn: str) -> Iterator[None]:
         yield
 
 
-Send = Callable[[psycopg.Connection[Any], str], list[int]]
+Send = Callable[[Connection, str], list[int]]
 
 
-def numbers(connection: psycopg.Connection[Any], statement: str, *values: Any) -> list[int]:
+def numbers(connection: Connection, statement: str, *values: Any) -> list[int]:
     return [row[0] for row in connection.execute(statement.encode(), values)]
 
 
-def by_enqueue(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def by_enqueue(connection: Connection, queue: str) -> list[int]:
     return numbers(connection, "select pgqueue.enqueue(%s, %s)", queue, LATE)
 
 
-def by_enqueue_batch(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def by_enqueue_batch(connection: Connection, queue: str) -> list[int]:
     return numbers(connection, "select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[1000]))", queue, LATE)
 
 
-def by_insert_into_the_leaf(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def by_insert_into_the_leaf(connection: Connection, queue: str) -> list[int]:
     statement = (
         "insert into pgqueue.messages_shared (queue_name, payload, max_attempts) values (%s, %s, 9) returning id"
     )
     return numbers(connection, statement, queue, LATE)
 
 
-def by_copy(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def by_copy(connection: Connection, queue: str) -> list[int]:
     copying = "copy pgqueue.messages (queue_name, payload) from stdin"
     with connection.cursor() as cursor, cursor.copy(copying) as copy:
         copy.write_row((queue, LATE))
@@ -79,23 +79,14 @@ def by_copy(connection: psycopg.Connection[Any], queue: str) -> list[int]:
     return numbers(connection, sent, queue, LATE)
 
 
-def by_a_savepoint(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def by_a_savepoint(connection: Connection, queue: str) -> list[int]:
     connection.execute("savepoint here")
     ids = by_enqueue(connection, queue)
     connection.execute("release savepoint here")
     return ids
 
 
-def record_vacant_ids(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
-    """Claim, and let the claim record vacant ids, which it normally does once a second."""
-    connection.execute(
-        "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
-    )
-    connection.execute("select setval(next_sweep_at, 1) from pgqueue.queues where name = %s", (queue,))
-    return claim(connection, queue, 1000)
-
-
-def consume_all(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+def consume_all(connection: Connection, queue: str) -> list[int]:
     """Claim and acknowledge until nothing is ready."""
     ids: list[int] = []
     while rows := claim(connection, queue, 1000):
@@ -104,7 +95,7 @@ def consume_all(connection: psycopg.Connection[Any], queue: str) -> list[int]:
     return ids
 
 
-def pass_by(connection: psycopg.Connection[Any], queue: str, times: int = 3) -> int:
+def pass_by(connection: Connection, queue: str, times: int = 3) -> int:
     """Send and consume messages, and record vacant ids; returns the last id."""
     for _ in range(times):
         (last,) = numbers(connection, "select pgqueue.enqueue(%s, '0')", queue)
@@ -113,7 +104,7 @@ def pass_by(connection: psycopg.Connection[Any], queue: str, times: int = 3) -> 
     return last
 
 
-def head(connection: psycopg.Connection[Any], queue: str) -> int:
+def head(connection: Connection, queue: str) -> int:
     statement = "select upper(d) from pgqueue.sweep_state, unnest(vacant_ids) as d where queue_name = %s order by d"
     return numbers(connection, statement, queue)[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, buffers, connect, value, wait_for
+from clients import QUIET, Connection, buffers, connect, value, wait_for
 
 from pgqueue.embedded import EmbeddedServer
 
@@ -99,7 +99,7 @@ def churned(request: pytest.FixtureRequest, empty_database: Callable[[], str]) -
         yield connection
 
 
-def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
+def test_claims_read_few_buffers(churned: Connection) -> None:
     read = [buffers(churned, "select * from pgqueue.claim('orders')") for _ in range(100)]
     assert max(read) <= 2000
     assert sum(read) / len(read) <= 200
@@ -124,21 +124,19 @@ def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
         "pgqueue._orphaned_messages()",
     ],
 )
-def test_other_calls_read_few_buffers(churned: psycopg.Connection[Any], call: str) -> None:
+def test_other_calls_read_few_buffers(churned: Connection, call: str) -> None:
     churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
     # doctor searches an index in each partition, for messages of a wrong kind. The removed rows fill many pages.
     assert buffers(churned, f"select * from {call}") <= (450 if "findings" in call else 300)
 
 
-def test_a_claim_among_new_messages_reads_few_buffers(churned: psycopg.Connection[Any]) -> None:
+def test_a_claim_among_new_messages_reads_few_buffers(churned: Connection) -> None:
     for _ in range(20):
         churned.execute("select pgqueue.enqueue('orders', '1')")
     assert max(buffers(churned, "select * from pgqueue.claim('orders')") for _ in range(20)) <= 200
 
 
-def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
-    churned: psycopg.Connection[Any],
-) -> None:
+def test_stats_and_doctor_skip_removed_messages_above_a_backlog(churned: Connection) -> None:
     churned.execute("select pgqueue.create_queue('deep', visibility_timeout => '12 h')")
     churned.execute("select pgqueue.enqueue_batch('deep', array_fill('1'::jsonb, array[400]))")
     churned.execute("select pgqueue.claim('deep', 400)")
@@ -208,11 +206,9 @@ READERS += ["pgqueue.stats('orders')", "pgqueue.stats()"]
     ids=lambda param: str(param[0]) if isinstance(param, list) else None,
 )
 def test_calls_skip_removed_rows_one_second_after_the_last_write(
-    empty_database: Callable[[], str], batch: int, rounds: int, calls: list[str]
+    own_database: str, batch: int, rounds: int, calls: list[str]
 ) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
+    with connect(own_database) as connection, psycopg.connect(own_database) as pin:
         connection.execute("set pgqueue.compaction = off")
         connection.execute("select pgqueue.create_queue('orders', max_attempts => 100)")
         pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -220,7 +216,7 @@ def test_calls_skip_removed_rows_one_second_after_the_last_write(
         connection.execute(WORK.encode())
 
         def work(_: int) -> None:
-            with connect(dsn) as session:
+            with connect(own_database) as session:
                 session.execute("call work(%s, %s)", (rounds, batch))
 
         with ThreadPoolExecutor(4) as pool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, connect, value, wait_for
+from clients import QUIET, Connection, connect, value, wait_for
 from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
@@ -69,7 +69,7 @@ def quiet_server() -> Iterator[EmbeddedServer]:
         yield server
 
 
-def fill(connection: psycopg.Connection[Any], queue: str, number: int) -> None:
+def fill(connection: Connection, queue: str, number: int) -> None:
     """Send many messages in one plain insert statement."""
     connection.execute(
         "insert into pgqueue.messages (queue_name, payload) select %s, '{\"n\": 1}' from generate_series(1, %s)",
@@ -77,7 +77,7 @@ def fill(connection: psycopg.Connection[Any], queue: str, number: int) -> None:
     )
 
 
-def consume(connection: psycopg.Connection[Any], queue: str, number: int) -> None:
+def consume(connection: Connection, queue: str, number: int) -> None:
     """Claim and acknowledge messages, 10,000 at once."""
     for _ in range(0, number, 10_000):
         connection.execute(
@@ -102,7 +102,7 @@ class States:
             getattr(self, f"make_{state}")()
         return self.made[state]
 
-    def make_empty(self, state: str = "empty") -> psycopg.Connection[Any]:
+    def make_empty(self, state: str = "empty") -> Connection:
         self.maintenance.execute(f"create database {state}".encode())
         # The dead rows are to stay.
         self.maintenance.execute(f"alter database {state} set pgqueue.compaction = off".encode())
@@ -111,7 +111,7 @@ class States:
         connection.execute("select pgqueue.create_queue('q', '12 h')")
         return connection
 
-    def make_never_analysed(self, state: str = "never_analysed") -> psycopg.Connection[Any]:
+    def make_never_analysed(self, state: str = "never_analysed") -> Connection:
         connection = self.make_empty(state)
         fill(connection, "q", DEPTH)
         for _ in range(IN_FLIGHT // 10_000):
@@ -155,7 +155,7 @@ def states(quiet_server: EmbeddedServer) -> Iterator[States]:
 class Session:
     """A warmed session that measures buffers and plans of statements. `:q` in a statement is the queue."""
 
-    connection: psycopg.Connection[Any]
+    connection: Connection
     queue: str
     plans: list[Any] = field(default_factory=list)
 
@@ -249,7 +249,6 @@ class Session:
         wait_for(has_recorded)
 
     def last_id(self) -> int:
-        """Return the highest id of a message of the queue."""
         return int(self.row("select max(id) from pgqueue.messages where queue_name = :q")[0])
 
     def rests(self) -> bool:
@@ -384,9 +383,7 @@ def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Se
 
 @pytest.mark.parametrize("exposed", [False, True])
 @pytest.mark.parametrize(("number", "least"), [(1, 1.0), (100, 0.7)])
-def test_claims_are_hot_updates(
-    connection: psycopg.Connection[Any], name: str, exposed: bool, number: int, least: float
-) -> None:
+def test_claims_are_hot_updates(connection: Connection, name: str, exposed: bool, number: int, least: float) -> None:
     # A page of small messages has room for new versions of three quarters of them before it is pruned.
     connection.execute("select pgqueue.create_queue(%s, dedicated => true)", (name,))
     if exposed:
@@ -410,9 +407,8 @@ def test_claims_are_hot_updates(
 
 
 @pytest.mark.parametrize("analyzed", [False, True])
-def test_purge_expired_uses_the_index_that_doctor_suggests(empty_database: Callable[[], str], analyzed: bool) -> None:
-    with connect(empty_database()) as connection:
-        connection.execute("create extension pgqueue")
+def test_purge_expired_uses_the_index_that_doctor_suggests(own_database: str, analyzed: bool) -> None:
+    with connect(own_database) as connection:
         connection.execute("select pgqueue.create_queue('q')")
         connection.execute(
             "select pgqueue.enqueue_batch('q', array_fill('1'::jsonb, array[20000]), expires_in => '1 h')"

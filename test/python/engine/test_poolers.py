@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from clients import PATIENCE, is_empty, wait_for
+from clients import PATIENCE, Connection, is_empty, wait_for
 from consumers import PAIR, Form, Step, prepare, rows, together
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import ADMIN, Server, configuration, serving
@@ -27,11 +27,9 @@ import pgqueue
 from pgqueue import Queue, _connections
 from pgqueue.embedded import _identity
 
-Connection = psycopg.Connection[Any]
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "debs" / "root"
 SESSIONS = 5  # that the pooler has for each database
 CLIENTS = 8
-ROUNDS = pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.long(part="engine"))])
 # What pgbouncer itself sets for each client is not left over.
 LEFT = """
 select 'set ' || s.name || ' = ' || s.setting from pg_settings s
@@ -125,12 +123,6 @@ def clean(bouncer: str) -> Iterator[None]:
     assert left_over(bouncer) == set()
 
 
-def concurrently(work: Callable[[int], None]) -> None:
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        for each in [threads.submit(work, number) for number in range(CLIENTS)]:
-            each.result()
-
-
 # Connections
 
 
@@ -144,30 +136,6 @@ def test_statements_are_prepared_only_without_a_pooler(database: str, bouncer: s
             counts[dsn] = connection.execute(prepared).fetchone()
             assert _connections.is_proxied(connection) is (dsn == bouncer)
     assert counts == {database: (1,), bouncer: (0,)}
-
-
-# The client and the command line
-
-
-@ROUNDS
-def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connection, name: str, rounds: int) -> None:
-    Queue(connection, name).create_queue()
-    handled: list[Any] = []
-
-    def work(number: int) -> None:
-        with psycopg.connect(bouncer, autocommit=True, prepare_threshold=None) as own:
-            queue = Queue(own, name)
-            for n in range(rounds):
-                queue.enqueue([number, n])
-                (message,) = wait_for(queue.claim)  # another claim may have locked all messages
-                assert abs(datetime.now(UTC) - message.enqueued_at) < timedelta(seconds=PATIENCE)
-                assert queue.get_queue().visibility_timeout == timedelta(seconds=30)
-                assert queue.ack(message.id, message.claim_token)
-                handled.append(message.payload)
-
-    concurrently(work)
-    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(rounds)]
-    assert is_empty(connection, name)
 
 
 # The consumer
@@ -258,7 +226,7 @@ def web(
         yield server
 
 
-@ROUNDS
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.long(part="engine"))])
 def test_requests_of_many_clients_are_right_behind_a_pooler(
     web: Server, bouncer: str, connection: Connection, name: str, rounds: int
 ) -> None:
@@ -301,10 +269,11 @@ def test_requests_of_many_clients_are_right_behind_a_pooler(
                 assert http.post(f"{path}/ack", json=held).status_code == 410
                 handled.append(message["payload"])
 
-    with ThreadPoolExecutor(1) as looking:
-        looked = looking.submit(look)
+    with ThreadPoolExecutor(CLIENTS + 1) as threads:
+        looked = threads.submit(look)
         try:
-            concurrently(work)
+            for working in [threads.submit(work, number) for number in range(CLIENTS)]:
+                working.result()
         finally:
             is_over.set()
         looked.result()

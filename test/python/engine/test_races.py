@@ -4,13 +4,13 @@ from datetime import timedelta
 from typing import Any
 
 import psycopg
-from clients import PATIENCE, connect, wait_for
+from clients import PATIENCE, Connection, connect, wait_for
 
 import pgqueue
 
 
 def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
-    database: str, connection: psycopg.Connection[Any], name: str
+    database: str, connection: Connection, name: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
     connection.execute(
@@ -36,7 +36,7 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
 
 
 def test_a_claim_that_is_not_committed_keeps_others_waiting_for_a_short_time_only(
-    database: str, connection: psycopg.Connection[Any], name: str
+    database: str, connection: Connection, name: str
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(max_in_flight=2)
@@ -49,7 +49,7 @@ def test_a_claim_that_is_not_committed_keeps_others_waiting_for_a_short_time_onl
 
 
 def test_a_message_that_has_returned_to_an_old_id_is_counted_above_a_dead_letter(
-    connection: psycopg.Connection[Any], name: str
+    connection: Connection, name: str
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(max_in_flight=2)
@@ -83,9 +83,7 @@ def test_a_message_that_has_returned_to_an_old_id_is_counted_above_a_dead_letter
     assert len(queue.claim(5)) == 1
 
 
-def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(
-    database: str, connection: psycopg.Connection[Any], name: str
-) -> None:
+def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(database: str, connection: Connection, name: str) -> None:
     pgqueue.Queue(connection, name).create_queue(group_limit=1)
     with connect(database) as own:  # a session in which the owner has not prepared the expressions of the indexes
         own.execute("create role pgqueue_test_groups")

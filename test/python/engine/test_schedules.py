@@ -4,12 +4,10 @@ import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from zoneinfo import ZoneInfo
 
-import psycopg
 import pytest
-from clients import connect, new_seed, value, wait_for
+from clients import Connection, connect, new_seed, value, wait_for
 from cronsim import CronSim, CronSimError
 
 import pgqueue
@@ -52,7 +50,7 @@ def random_cron(chance: random.Random) -> str:
     ids=["short", "at length"],
 )
 def test_ticks_are_those_of_another_implementation(
-    connection: psycopg.Connection[Any], zone: str, expressions: int, seed: int | None
+    connection: Connection, zone: str, expressions: int, seed: int | None
 ) -> None:
     chance = random.Random(new_seed() if seed is None else seed)
     cases: list[tuple[str, datetime, list[datetime]]] = []
@@ -82,7 +80,7 @@ def test_ticks_are_those_of_another_implementation(
     assert not wrong, f"{len(wrong)} of {len(cases)} differ, such as {wrong[:5]}"
 
 
-def make_due(connection: psycopg.Connection[Any], queue: str) -> datetime:
+def make_due(connection: Connection, queue: str) -> datetime:
     """Let the next tick be now; returns its time."""
     due_at: datetime = value(
         connection,
@@ -97,7 +95,7 @@ def make_due(connection: psycopg.Connection[Any], queue: str) -> datetime:
 
 
 def test_each_tick_is_one_message_for_many_consumers(
-    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue
+    database: str, connection: Connection, orders: pgqueue.Queue
 ) -> None:
     orders.create_schedule(orders.name, "@yearly")  # no tick by the clock
     ticks = 10

@@ -106,12 +106,10 @@ def more_crashes(h: History, crashes: int) -> None:
 
 
 def move(h: History, effect: Effect, **changes: Any) -> None:
-    """Change an effect."""
     h.effects[h.effects.index(effect)] = replace(effect, **changes)
 
 
 def bury(h: History, place: int, **changes: Any) -> None:
-    """Change a dead letter."""
     h.dead[place] = replace(h.dead[place], **changes)
 
 

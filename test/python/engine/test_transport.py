@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import psycopg
 import pytest
-from clients import buffers, drop, value, wait_for
+from clients import Connection, buffers, drop, value, wait_for
 from transports import Transport, patient, pump, send_numbered
 
 import pgqueue
 
 
 @pytest.fixture
-def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
+def relation(connection: Connection, name: str) -> Iterator[str]:
     """The address of the relation of a new queue."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
@@ -51,7 +50,7 @@ def rest(transport: Transport, name: str) -> None:
 
 
 def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
-    database: str, connection: psycopg.Connection[Any], relation: str, name: str
+    database: str, connection: Connection, relation: str, name: str
 ) -> None:
     queue, transport = pgqueue.Queue(connection, name), Transport(connection, relation)
     for headers in ("no json", "[]", "{}"):
@@ -67,9 +66,7 @@ def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
     }
 
 
-def test_receiving_alone_advances_the_head(
-    connection: psycopg.Connection[Any], relation: str, name: str, database: str
-) -> None:
+def test_receiving_alone_advances_the_head(connection: Connection, relation: str, name: str, database: str) -> None:
     send_numbered(database, relation, 0, 10)
     transport = Transport(connection, relation)
 
@@ -92,7 +89,7 @@ def test_receiving_alone_advances_the_head(
 
 
 def test_transports_and_consumers_share_a_queue(
-    database: str, connection: psycopg.Connection[Any], relation: str, name: str
+    database: str, connection: Connection, relation: str, name: str
 ) -> None:
     stop = threading.Event()
     queue = pgqueue.Queue(connection, name)
@@ -152,7 +149,7 @@ def test_serializable_transactions_lose_no_message(database: str, relation: str)
 
 
 def test_a_receive_reads_few_buffers_after_many_receives(
-    database: str, connection: psycopg.Connection[Any], relation: str, name: str
+    database: str, connection: Connection, relation: str, name: str
 ) -> None:
     connection.execute(BACKLOG.format(relation=relation, number=1600).encode())
     with psycopg.connect(database) as pin:  # prevents vacuum of received messages
@@ -174,7 +171,7 @@ def test_a_receive_reads_few_buffers_after_many_receives(
     "known", [0, 3, *(pytest.param(each, marks=pytest.mark.long(part="engine")) for each in (1, 2, 4, 10))]
 )
 def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
-    connection: psycopg.Connection[Any], relation: str, name: str, known: int
+    connection: Connection, relation: str, name: str, known: int
 ) -> None:
     send = BACKLOG.format(relation=relation, number=4000).encode()
     partition = value(connection, PARTITION, name)
@@ -191,9 +188,7 @@ def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
         assert buffers(connection, statement) <= 30, statement
 
 
-def test_the_length_of_an_analyzed_backlog_reads_few_buffers(
-    connection: psycopg.Connection[Any], relation: str, name: str
-) -> None:
+def test_the_length_of_an_analyzed_backlog_reads_few_buffers(connection: Connection, relation: str, name: str) -> None:
     connection.execute(BACKLOG.format(relation=relation, number=4000).encode())
     partition = value(connection, PARTITION, name)
     connection.execute(f"analyze {partition}".encode())
@@ -205,9 +200,7 @@ def test_the_length_of_an_analyzed_backlog_reads_few_buffers(
         assert 2 <= value(connection, READ, partition) <= 10
 
 
-def test_purge_expired_uses_the_index_of_the_relation(
-    connection: psycopg.Connection[Any], relation: str, name: str
-) -> None:
+def test_purge_expired_uses_the_index_of_the_relation(connection: Connection, relation: str, name: str) -> None:
     partition = value(connection, PARTITION, name)
     connection.execute(
         f"insert into {relation} (expires, headers, body)"
@@ -220,9 +213,7 @@ def test_purge_expired_uses_the_index_of_the_relation(
         assert 3 <= value(connection, READ, partition) < 100
 
 
-def test_the_relation_of_a_gone_instance_is_dropped_with_the_next_one(
-    connection: psycopg.Connection[Any], name: str
-) -> None:
+def test_the_relation_of_a_gone_instance_is_dropped_with_the_next_one(connection: Connection, name: str) -> None:
     gone, new = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(2))
     gone.create_queue(expires_after_idle=timedelta(seconds=1))
     gone.expose_transport()

@@ -19,15 +19,11 @@ from pgqueue.embedded import EmbeddedServer
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import types as t
-    from sinks import Sink, batch, payloads, schema, texts
+    from sinks import Sink, batch, keyed, payloads, schema, texts
 
     from pgqueue.spark import connections
     from pgqueue.spark.columns import source_schema
     from pgqueue.spark.options import OptionError
-
-
-def keyed(*rows: tuple[str, str | None]) -> pa.RecordBatch:
-    return batch(texts("payload", "dedup_key"), *rows)
 
 
 def test_a_task_that_fails_during_the_copy_leaves_no_staged_rows(sink: Sink) -> None:
@@ -134,20 +130,6 @@ def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
     # The text has no context of database functions, as Spark shows all of it.
     hint = "Create it with pgqueue.create_queue, or see pgqueue.list_queues()."
     assert str(raised.value) == f"queue '{sink.name}' does not exist\nHINT:  {hint}"
-
-
-def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:
-    writer = sink.writer(txnAppId=sink.name, txnVersion="1")
-    staged = sink.write(writer, payloads("1"), payloads("2"))
-    # A crash of the server would empty the unlogged table.
-    sink.connection.execute(
-        "delete from pgqueue.staged_messages where token = %s and row_number = 2", (next(iter(staged.counts)),)
-    )
-    with pytest.raises(pgqueue.StagedMessagesLost, match="staged 2 messages in partition 0, and 1 is there"):
-        writer.commit([staged])
-    assert sink.sent() == []
-    sink.send(payloads("1", "2"), txnAppId=sink.name, txnVersion="1")
-    assert sink.sent() == [1, 2]
 
 
 def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sparks import Connection, left, long
+from clients import Connection
+from sparks import left, long
 
 import pgqueue
 from pgqueue import Queue
@@ -30,15 +31,8 @@ Queues = dict[str, Queue]
 Start = Callable[..., "Engine"]
 
 
-@pytest.fixture
-def start(drivers: Start, queues: Queues) -> Start:
-    """A function that starts a driver on a checkpoint; it reads all three queues unless its options say otherwise."""
-    names = ",".join(queue.name for queue in queues.values())
-    return lambda *given, **options: drivers(*given, **{"queue": names, "maxMessagesPerTrigger": "6"} | options)
-
-
 def test_messages_are_read_with_the_columns_of_kafka(
-    queues: Queues, start: Start, database: str, connection: Connection
+    queues: Queues, drivers: Start, database: str, connection: Connection
 ) -> None:
     queue = queues["a"]
     sent = [
@@ -72,7 +66,7 @@ def test_messages_are_read_with_the_columns_of_kafka(
     ]
     reader, (part,) = planned(dsn=database, queue=queue.name, columns="kafka", numPartitions="1")
     found = read(reader, part)
-    (streamed,) = start(Checkpoint(), queue=queue.name, columns="kafka").begin().drain()
+    (streamed,) = drivers(Checkpoint(), queue=queue.name, columns="kafka").begin().drain()
     for rows in (found, streamed):
         assert [
             (row["key"], row["value"], row["headers"] and sorted(row["headers"], key=lambda one: one["key"]))

@@ -29,7 +29,6 @@ NEEDED = {READ: Q, STREAM: S, WRITE: {}}
 
 
 def refused(use: str, given: dict[str, str]) -> str:
-    """The error for these options."""
     with pytest.raises(OptionError) as raised:
         parse(given, use)
     return str(raised.value)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from clients import Connection
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, long
+from sparks import long
 
 from pgqueue import Queue
 
@@ -61,13 +62,6 @@ def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "_WRITER_TIMEOUT", 0.3)
 
 
-def work(queue: Queue, messages: int = 1) -> None:
-    """Enqueue, claim and acknowledge messages."""
-    queue.enqueue_batch([{"n": n} for n in range(messages)])
-    claimed = queue.claim(messages)
-    assert queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
-
-
 class Archiver:
     """Archives a queue in a table, and reads what is in the database and in the table."""
 
@@ -79,7 +73,9 @@ class Archiver:
         self.path = path
 
     def work(self, messages: int = 1) -> None:
-        work(self.queue, messages)
+        self.queue.enqueue_batch([{"n": n} for n in range(messages)])
+        claimed = self.queue.claim(messages)
+        assert self.queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
 
     def finish(self, *moments: datetime) -> None:
         self.connection.execute(FINISH, [self.queue.name, [*moments]])

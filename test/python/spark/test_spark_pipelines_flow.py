@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sparks import Connection, long
+from clients import Connection
+from sparks import long
 
 from pgqueue import Queue
 

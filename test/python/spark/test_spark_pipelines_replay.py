@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
+from clients import Connection
 
 from pgqueue import Queue
 
@@ -32,14 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long(part="spark")
 
-Connection = psycopg.Connection[Any]
 BODY = b"\0\xff" * 1000
-
-
-@pytest.fixture
-def replay_module() -> ModuleType:
-    """The module, as attribute `replay` of the package is the function."""
-    return importlib.import_module("pgqueue.spark.pipelines.replay")
 
 
 @pytest.fixture
@@ -176,10 +168,11 @@ def test_invalid_app_ids_and_versions_are_refused_before_reading(
 
 
 def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
-    spark: Any, database: str, queue: Queue, replay_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    spark: Any, database: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = die(queue, "timeout")
-    choose = replay_module.matching
+    module: Any = sys.modules["pgqueue.spark.pipelines.replay"]  # attribute `replay` of the package is the function
+    choose = module.matching
 
     def late(frame: Any, where: str) -> Any:
         """After the read, redrive the message and let it die of another error."""
@@ -190,7 +183,7 @@ def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
         queue.nack(message.id, message.claim_token, error="boom")
         return rows
 
-    monkeypatch.setattr(replay_module, "matching", late)
+    monkeypatch.setattr(module, "matching", late)
     done = redrive_where(spark, queue.name, "last_error = 'timeout'", dsn=database)
     assert (done.chosen, done.redriven) == (1, 0)
     assert dead(queue) == [first]

@@ -7,11 +7,11 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from clients import wait_for
+from clients import Connection, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
-from sparks import Connection, left
+from sparks import left
 
 import pgqueue
 from pgqueue import Queue

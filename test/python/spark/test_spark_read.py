@@ -8,25 +8,24 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import Connection, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, sessions
+from sparks import sessions
 
 import pgqueue
 from pgqueue import Queue
 from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
-    from engines import struct
+    from engines import ids, struct
     from pyspark.sql.types import LongType, StringType, StructField, StructType
 
     from pgqueue.spark import connections, copy_to_arrow, snapshot
@@ -66,10 +65,6 @@ def read(reader: Any) -> Rows:
 @pytest.fixture
 def rows(database: str, name: str) -> Callable[..., Rows]:
     return lambda schema=None, **options: read(reader_of(database, name, schema, **options))
-
-
-def ids(rows: Rows) -> list[int]:
-    return [row["id"] for row in rows]
 
 
 def test_all_columns_of_a_message_are_read_unchanged(orders: Queue, rows: Reads) -> None:
@@ -251,19 +246,6 @@ def test_a_batch_read_changes_nothing(connection: Connection, rows: Reads, name:
     assert everything(connection, name) == before
 
 
-@pytest.mark.parametrize("partitions", [1, 2, 3, 10, 1000])
-def test_partitions_are_id_ranges_that_cover_each_message_once(
-    orders: Queue, database: str, name: str, partitions: int
-) -> None:
-    sent = orders.enqueue_batch(list(range(10)))
-    reader = reader_of(database, name, "id long", numPartitions=str(partitions))
-    ranges = reader.partitions()
-    assert len(ranges) <= partitions
-    assert ids(read(reader)) == sent
-    read_ids = [one for part in ranges for one in part.ranges]
-    assert all(before.last + 1 == after.first for before, after in pairwise(read_ids))
-
-
 @pytest.mark.parametrize("columns", ["pgqueue", "kafka"])
 def test_a_read_whose_connection_is_lost_returns_each_message_once_although_messages_move(
     orders: Queue, database: str, name: str, monkeypatch: pytest.MonkeyPatch, columns: str
@@ -430,11 +412,9 @@ def test_a_schema_that_does_not_match_the_source_is_refused(
 
 
 @pytest.fixture
-def compacting(empty_database: Callable[[], str]) -> Iterator[tuple[str, Connection]]:
+def compacting(own_database: str) -> Iterator[tuple[str, Connection]]:
     """A database with a ready message and a dead letter, and a connection for `COMPACT`."""
-    database = empty_database()
-    with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute("create extension pgqueue")
+    with psycopg.connect(own_database, autocommit=True) as connection:
         connection.execute("set lock_timeout = '20 ms'")
         queue = Queue(connection, "q")
         queue.create_queue()
@@ -442,7 +422,7 @@ def compacting(empty_database: Callable[[], str]) -> Iterator[tuple[str, Connect
         (message,) = queue.claim()
         assert queue.reject(message.id, message.claim_token)
         queue.enqueue(2)
-        yield database, connection
+        yield own_database, connection
 
 
 COMPACT = "select outcome from pgqueue._compact_table('pgqueue.dead_messages', 'pgqueue.dead_messages')"

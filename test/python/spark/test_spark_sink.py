@@ -20,13 +20,12 @@ from pgqueue import Queue
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from engines import Checkpoint
+    from engines import Checkpoint, planned
     from pyspark.sql import types as t
     from pyspark.sql.pandas.types import to_arrow_schema
-    from sinks import Sink, batch, payloads, schema, texts
+    from sinks import Sink, batch, keyed, payloads, schema, texts
 
     from pgqueue.spark import column_mapping
-    from pgqueue.spark.source import PgQueueDataSource
 
 
 def test_the_commit_sends_rows_in_order(sink: Sink) -> None:
@@ -87,10 +86,6 @@ def test_a_binary_payload_is_sent_as_body(sink: Sink) -> None:
     kinds = schema(payload=t.BinaryType())
     sink.send(batch(kinds, (b"\x00\x01",), (b"",)), kinds=kinds)
     assert [message.body for message in sink.queue.receive(2)] == [b"\x00\x01", b""]
-
-
-def keyed(*rows: tuple[str, str | None]) -> pa.RecordBatch:
-    return batch(texts("payload", "dedup_key"), *rows)
 
 
 def test_the_first_row_of_each_dedup_key_is_sent(sink: Sink) -> None:
@@ -283,7 +278,7 @@ def test_the_error_for_missing_rights_names_the_role_and_the_grant(
     for access, lacking, use in (
         ("reader", "producer", lambda dsn: sink.write(sink.writer(dsn=dsn), payloads("1"))),
         ("reader", "consumer", lambda dsn: drivers(Checkpoint(), dsn=dsn, queue=sink.name).begin()),
-        ("producer", "reader", lambda dsn: planned(dsn, sink.name)),
+        ("producer", "reader", lambda dsn: planned(dsn=dsn, queue=sink.name)),
     ):
         dsn = role(access)
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
@@ -293,11 +288,6 @@ def test_the_error_for_missing_rights_names_the_role_and_the_grant(
         (grant,) = re.findall(r"select pgqueue\.grant_access\(.*?\)", str(raised.value))
         sink.connection.execute(grant)
         use(dsn)
-
-
-def planned(dsn: str, queue: str) -> Any:
-    source = PgQueueDataSource({"dsn": dsn, "queue": queue})
-    return source.reader(source.schema()).partitions()
 
 
 @pytest.mark.parametrize("target", ["payload", "headers"])

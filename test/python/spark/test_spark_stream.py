@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
-from sparks import Connection, left, sessions
+from clients import PATIENCE, Connection, wait_for
+from sparks import left, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engines import Checkpoint, Clock, Died, Engine, cut, ids, lapse, stream
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
+    from pgqueue.spark import stream as stream_module
     from pgqueue.spark.connections import connect
     from pgqueue.spark.options import OptionError
     from pgqueue.spark.stream_driver import StreamDriver
@@ -251,14 +252,14 @@ def test_retry_timeout_starts_again_with_each_outage_of_a_task(
     # Each batch is larger than all buffers, so that the loss is noticed before the next one.
     for batch in engine.worker.read(part):
         found += ids(batch.to_pylist())
+        assert found == sent[: len(found)]
         clock.now += 3600
         if silently:
             with socket.socket(fileno=os.dup(made[-1].fileno())) as other_end:
                 other_end.shutdown(socket.SHUT_RDWR)
         else:
             cut(orders)
-    assert found == sent
-    assert len(made) == 6
+    assert (len(found), len(made)) == (len(sent), 6)
 
 
 def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(orders: Queue, start: Start) -> None:
@@ -293,20 +294,21 @@ def test_an_idle_stream_looks_once_a_second_unless_it_is_notified(
     orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
+    assert stream_module._LOOK_INTERVAL == 1
+    monkeypatch.setattr(stream_module, "_LOOK_INTERVAL", 10 * PATIENCE)
     with monkeypatch.context() as patch:
         patch.setattr(StreamDriver, "wait", lambda _, seconds, __: waits.append(seconds))
         engine = start().begin()
         orders.enqueue(1)
         assert engine.trigger() is not None
         assert [engine.trigger() for _ in range(3)] == [None] * 3
-        # The first look follows the batch. Each other one waits for what is left of a second.
+        # The first look follows the batch. Each other one waits for what is left of the interval.
         assert len(waits) == 2
-        assert all(0 < seconds <= 1 for seconds in waits)
+        assert all(0 < seconds <= 10 * PATIENCE for seconds in waits)
         engine.reader.prepareForTriggerAvailableNow()
         engine.trigger()
         assert len(waits) == 2
     # A message that comes meanwhile, or came before, ends the wait.
-    monkeypatch.setattr("pgqueue.spark.stream._LOOK_INTERVAL", 10 * PATIENCE)
     engine = start().begin()
     for late in (False, True, True):
         assert engine.trigger() is None
