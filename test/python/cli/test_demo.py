@@ -33,7 +33,7 @@ def row(output: str, label: str) -> list[int]:
 )
 def test_a_run_on_a_private_server_loses_and_duplicates_nothing(messages: int, cancelled: int) -> None:
     words = [*COMMAND, str(messages)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=4 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert row(done.stdout, "enqueued") == [messages, messages]
     assert row(done.stdout, "processed") == [messages - cancelled, messages]

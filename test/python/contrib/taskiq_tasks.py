@@ -2,20 +2,17 @@
 
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 from pgqueue.contrib.taskiq import PgqueueBroker
 
 
 def note(line: str) -> None:
-    """Append a line to the journal."""
     with Path(os.environ["JOURNAL"]).open("a") as journal:
         journal.write(f"{line}\n")
 
 
 async def append(line: str) -> None:
-    """Note a line."""
     note(line)
 
 
@@ -28,13 +25,11 @@ def wait_for_gate(line: str) -> None:
 
 
 async def fail() -> None:
-    """Raise."""
     note("fail")
     raise ValueError
 
 
 def register(broker: PgqueueBroker) -> PgqueueBroker:
-    """Give a broker the tasks."""
     broker.register_task(append, task_name="append")
     broker.register_task(wait_for_gate, task_name="wait_for_gate")
     broker.register_task(fail, task_name="fail")
@@ -42,4 +37,4 @@ def register(broker: PgqueueBroker) -> PgqueueBroker:
 
 
 if "TASKIQ_DSN" in os.environ:
-    broker = register(PgqueueBroker(os.environ["TASKIQ_DSN"], visibility_timeout=timedelta(seconds=1)))
+    broker = register(PgqueueBroker(os.environ["TASKIQ_DSN"]))
