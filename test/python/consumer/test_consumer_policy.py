@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,12 @@ def test_the_history_keeps_the_last_20_attempts() -> None:
         one = replace(one, attempt_count=attempt)
         one = replace(one, headers=failure_headers(one, ValueError(str(attempt)), "c", dies=False))
     assert [entry["attempt"] for entry in failures_of(one)] == list(range(11, 31))
+
+
+def test_failures_that_no_consumer_has_recorded_are_not_recorded_again() -> None:
+    """With a `json_loads` of the user they need not be JSON any more."""
+    strange = [1, None, {"attempt": Decimal("1.5")}, {"attempt": 1}, {"attempt": {}}]
+    assert failures_of(message({FAILURES: strange})) == [{"attempt": 1}]
 
 
 @given(

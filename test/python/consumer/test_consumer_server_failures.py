@@ -20,6 +20,7 @@ from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LONG,
+    MIXED,
     OTHER_PAIR,
     PAIR,
     SECOND,
@@ -173,6 +174,18 @@ def test_a_message_whose_claim_a_server_crash_undid_is_delivered_again(form: For
 
 
 # Servers that do not write
+
+
+@each_of(MIXED)
+def test_connections_that_a_server_opens_read_only_are_replaced_once_it_writes(case: Case) -> None:
+    queue = case.prepare()
+    options = ["-c default_transaction_read_only=on"]
+    with case.form.consuming(lambda: psycopg.connect(case.database, options=options[-1]), case.name) as run:
+        queue.enqueue(1)
+        wait_for(lambda: "armed" in run.circuits)
+        options.append("")
+        wait_for(lambda: case.is_empty() and run.consumer.stats.circuit == "closed")
+    assert run.attempts == [1]
 
 
 @pytest.mark.long(part="consumer")

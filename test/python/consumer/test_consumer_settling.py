@@ -226,8 +226,9 @@ def failed(message: ClaimedMessage) -> Result:
 LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
 
 
-async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
-    desk = Desk(first=[REFUSED], plain=[[True]])
+@pytest.mark.parametrize("fault", [REFUSED, TypeError("not JSON serializable")])
+async def test_a_refused_settlement_is_repeated_in_its_second_form(fault: Exception) -> None:
+    desk = Desk(first=[fault], plain=[[True]])
     held, other = desk.hold(1, 2)
     desk.claims.send(retried(held, b"first", b"plain"))
     await desk.claims.flush()

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGINT, SIGTERM, Signals
+from signal import SIGCONT, SIGINT, SIGSTOP, SIGTERM, Signals
 from typing import Any
 
 import psycopg
@@ -174,6 +174,24 @@ def test_a_forked_child_of_a_handler_is_terminated_by_a_signal(
         running.process.send_signal(SIGTERM)
         assert running.end()[0] == 0
     assert is_empty(connection, name)
+
+
+def test_a_process_that_was_halted_for_longer_than_its_claim_does_not_settle_the_message(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue.enqueue(1)
+    with program("sync", database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(SIGSTOP)
+        (message,) = wait_for(lambda: queue.claim(visibility_timeout=SECOND * 3600))
+        running.process.send_signal(SIGCONT)
+        running.process.send_signal(SIGTERM)
+        assert running.next_line() == WAITS
+        running.let_handlers_return()
+        assert running.end() == (0, "done\nback\n")
+    assert attempts(connection, name) == [2]
+    assert queue.ack(message.id, message.claim_token)
 
 
 def test_run_in_another_thread_leaves_signals_alone(

@@ -236,7 +236,7 @@ class Claims:
         try:
             call: Bound[Any] = statement or _calls.ack_claims(*claims_of(messages))
             answers = await self.answers_to(self._run, call, is_locked)
-        except psycopg.Error as error:
+        except Exception as error:
             if is_trouble(error):
                 for message in messages:
                     message.is_in_doubt = True

@@ -241,9 +241,10 @@ def describe(error: BaseException, decision: Decision | None = None) -> str:
 
 
 def failures_of(message: Message) -> list[Any]:
-    """The failures recorded in a message's headers; none if another program has set this header."""
+    """The failures recorded in a message's headers, without what only another program can have set there."""
     past = message.headers.get(FAILURES) if isinstance(message.headers, dict) else None
-    return [entry for entry in past if isinstance(entry, dict)] if isinstance(past, list) else []
+    entries = [entry for entry in past if isinstance(entry, dict)] if isinstance(past, list) else []
+    return [entry for entry in entries if all(isinstance(value, (str, int)) for value in entry.values())]
 
 
 def without_record(message: Message) -> Message:
