@@ -269,6 +269,30 @@ async def test_a_run_that_is_cancelled_stops_and_closes_its_connections(
     assert [connection.closed for connection in made] == [True] * len(made)
 
 
+async def test_a_connection_that_is_not_open_yet_is_closed_at_once_when_the_run_is_cancelled() -> None:
+    reached, closed = asyncio.Event(), asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        reached.set()
+        await reader.read()
+        closed.set()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        run = asyncio.create_task(AsyncConsumer(f"host=127.0.0.1 port={port} sslmode=disable", "orders", ignore).run())
+        await reached.wait()
+        gc.disable()
+        try:
+            run.cancel()
+            await asyncio.wait([run])
+            async with asyncio.timeout(PATIENCE):
+                await closed.wait()
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_a_start_that_is_cancelled_leaves_nothing_running_and_can_be_repeated(
     at_once: bool, database: str, connection: Connection, name: str

@@ -160,7 +160,7 @@ def test_the_history_keeps_the_last_20_attempts() -> None:
 
 def test_failures_that_no_consumer_has_recorded_are_not_recorded_again() -> None:
     """With a `json_loads` of the user they need not be JSON any more."""
-    strange = [1, None, {"attempt": Decimal("1.5")}, {"attempt": 1}, {"attempt": {}}]
+    strange: list[Any] = [1, None, {"attempt": Decimal("1.5")}, {"attempt": 1}, {"attempt": {}}]
     assert failures_of(message({FAILURES: strange})) == [{"attempt": 1}]
 
 
@@ -405,6 +405,8 @@ def test_a_wrong_connection_string_is_refused_at_once_without_its_password() -> 
 def test_a_number_is_refused_as_a_duration(name: str) -> None:
     with pytest.raises(TypeError, match=rf"invalid {name}: 30; must be a datetime\.timedelta"):
         Consumer("", "q", nothing, **{name: 30})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="invalid timeout: 30"):
+        Consumer("", "q", nothing).stop(timeout=30)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="invalid after: 30"):
         Retry(after=30)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="invalid delay: 30"):

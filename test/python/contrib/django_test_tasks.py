@@ -41,7 +41,7 @@ def fail_twice(context: TaskContext) -> int:
 @task
 def fail() -> None:
     Order.objects.create(article="of a task that fails")
-    raise ValueError("never")
+    raise ValueError("never \0 \ud800")  # PostgreSQL cannot store them
 
 
 @task

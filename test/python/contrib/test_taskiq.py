@@ -103,7 +103,7 @@ async def test_a_task_runs_once_and_leaves_nothing(own_database: str, tasks: pgq
 async def test_labels_decide_where_and_when_a_task_is(own_database: str, tasks: pgqueue.Queue) -> None:
     async with started(own_database) as broker:
         sent = await send(broker, "append", "x", delay=3600, priority=7)
-        refused = {"delay": "soon"}, {"delay": -1}, {"priority": 10}, {"queue_name": "missing"}
+        refused = {"delay": "soon"}, {"delay": 1e300}, {"delay": -1}, {"priority": 10}, {"queue_name": "missing"}
         for label in refused:
             with pytest.raises(SendTaskError) as caught:
                 await send(broker, "append", "x", **label)

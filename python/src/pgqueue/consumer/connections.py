@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -118,7 +119,12 @@ class ConnectionFactory:
     async def _connect(self, on_loop: bool) -> Any:
         kind: Any = AsyncConnection if on_loop else Connection
         if not callable(self._source):
-            return await done(kind.connect(self._conninfo, autocommit=True))
+            try:
+                return await done(kind.connect(self._conninfo, autocommit=True))
+            except asyncio.CancelledError as error:
+                # Its frames hold the connection. They can be in a cycle, which only the garbage collector would free.
+                traceback.clear_frames(error.__traceback__)
+                raise
         if on_loop and not is_async(self._source):
             made = await in_thread(self._source, _discard)
         else:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from psycopg import AsyncConnection, Connection
 
+from .._calls import as_duration
 from .._coroutines import run_to_end
 from .._signals import stop_signals
 from .._tasks import end_tasks
@@ -110,10 +111,11 @@ class _Base(Settings):
             self._raise_error()
 
     async def _stop(self, force: bool, timeout: timedelta | None) -> None:
+        grace = None if timeout is None else as_duration("timeout", timeout).total_seconds()
         if self._busy:
             ended, runtime, workers = self._ended, self._runtime, self._workers  # Another thread may remove them.
-            if timeout is not None and runtime is not None:
-                runtime.grace = timeout.total_seconds()
+            if grace is not None and runtime is not None:
+                runtime.grace = grace
             self._stops = max(self._stops, 2 if force else 1)
             self._tell()
             if self._runs_in is None:

@@ -149,7 +149,7 @@ class PgqueueBroker(AsyncBroker):
 def _delay(label: Any) -> timedelta | None:
     if label is None:
         return None
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         if math.isfinite(seconds := float(label)) and seconds >= 0:
             return timedelta(seconds=seconds)
     raise ValueError(f"invalid label delay: {label!r}; must be a number of seconds, 0 or more")

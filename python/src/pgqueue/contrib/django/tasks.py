@@ -3,12 +3,11 @@
 `django.tasks` is part of Django from 6.0 on; the package django-tasks has the same for Django 5.2.
 """
 
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from uuid import UUID, uuid4
 
 from django.conf import settings
@@ -34,13 +33,12 @@ except ImportError:
     from django_tasks.utils import normalize_json
 
 from ...consumer import Consumer, Delivery, Failure
+from ...consumer.policy import stack_of
 from ...message import Result
 from .client import queue, queues
 from .worker import consumer
 
 __all__ = ["OutcomeMissing", "PgqueueBackend", "task_backends", "task_consumer"]
-
-_MOST_STACK: Final = 16_384  # characters of a traceback
 
 
 class OutcomeMissing(Exception):
@@ -214,7 +212,7 @@ def _note_failure(backend: PgqueueBackend, failure: Failure) -> None:
     kind = type(error)
     note = {
         "type": f"{kind.__module__}.{kind.__qualname__}",
-        "traceback": "".join(traceback.format_exception(error))[-_MOST_STACK:].replace("\0", "\ufffd"),
+        "traceback": stack_of(error),
     }
     found = queue(message.queue_name, backend.database).update_result(message.id, "ready", error=note)
     if found is not None:
