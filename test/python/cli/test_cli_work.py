@@ -80,6 +80,7 @@ async def never_async(delivery):
     await asyncio.to_thread(time.sleep, 600)
 
 async def stubborn_async(delivery):
+    print("begun", flush=True)
     while True:
         try:
             await asyncio.sleep(600)
@@ -419,6 +420,17 @@ def test_the_process_ends_with_an_error_if_more_handlers_hang_than_may_run(
     assert done.status == 1, done.err
     assert "pgqueue: 2 handlers exceeded the handler_timeout and did not end" in done.err
     assert "unexpected" not in done.err
+
+
+def test_one_signal_ends_the_process_although_a_handler_ignores_its_cancellation(
+    orders: pgqueue.Queue, shop: Path
+) -> None:
+    orders.enqueue(1)
+    with working(orders, "stubborn_async", "--grace-period", "100ms", shop=shop) as command:
+        command.signal(signal.SIGTERM)
+        done = command.end()
+    assert (done.status, done.out) == (0, "begun\n"), done.err
+    assert left(orders) == (1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

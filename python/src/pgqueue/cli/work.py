@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["work"]
 
-_THREADS_SECONDS: Final = 1.0  # for threads of handlers to end after a stop
+_ENDING_SECONDS: Final = 1.0  # for tasks and threads of handlers to end after a stop
 
 
 class Mode(StrEnum):
@@ -156,10 +156,13 @@ async def _run_async(session: Session, consumer: "AsyncConsumer", monitor: WorkM
     with _stoppable(session, monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
     if monitor.signals:
-        # The thread for which a cancelled handler has waited goes on, and asyncio.run would wait for it.
-        ending = asyncio.create_task(loop.shutdown_default_executor())
-        await asyncio.wait([ending], timeout=_THREADS_SECONDS)
-        if not ending.done():
+        # asyncio.run would wait for handlers that ignore their cancellation, and for threads that cancelled ones use.
+        ending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in ending:
+            task.cancel()
+        ending.add(asyncio.create_task(loop.shutdown_default_executor()))
+        _, pending = await asyncio.wait(ending, timeout=_ENDING_SECONDS)
+        if pending:
             _exit(0)
 
 
