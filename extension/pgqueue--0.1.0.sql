@@ -8800,7 +8800,8 @@ begin
         update pgqueue.messages m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+        where (m.kind = q.kind or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, s.claim_token)
         returning m.id
     )
@@ -8827,7 +8828,8 @@ begin
     else
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(s.queue_name, s.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+        where (m.kind = (select q.kind from pgqueue.queues q where q.name = s.queue_name) or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, s.claim_token);
         get diagnostics acked = row_count;
     end if;
@@ -8880,7 +8882,8 @@ begin
                 set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                     claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
                 from pgqueue._lookup_keys(q.name, found_ids) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                where (m.kind = q.kind or m.kind is null)
+                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 returning case when max_bytes is not null then coalesce(pg_column_size(m.payload), pg_column_size(m.body)) end as size
             )
             select coalesce(sum(c.size), 0) into portion_bytes from claimed c;
@@ -9066,7 +9069,9 @@ begin
         m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    -- The kind of the queue may have changed: it is read in the snapshot of the messages.
+    where (m.kind = (select c.kind from pgqueue.queues c where c.name = q.name) or m.kind is null)
+        and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
@@ -9162,7 +9167,8 @@ begin
     for m in
         delete from pgqueue.messages c
         using pgqueue._lookup_keys(q.name, wanted) k
-        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+        where (c.kind = q.kind or c.kind is null)
+            and pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(c, s.claim_token)
         returning c.*
     loop
