@@ -158,7 +158,7 @@ ROLE_REFUSED = "the server refuses the user or the password of the service; corr
         pytest.param(
             "no-connect", "the user of the service may not connect to the database; grant it CONNECT", marks=LONG
         ),
-        ("no-create", "the database role of the server lacks CREATE on the database {}: its owner grants it"),
+        ("no-create", "the database role of the server lacks a right: permission denied for database {}"),
     ],
 )
 def test_a_queue_whose_creation_cannot_succeed_fails_at_once(
@@ -227,10 +227,10 @@ def test_a_missing_database_and_a_missing_right_are_not_an_outage(site: Site, ro
 
         refused(nowhere, 404, "database_not_found", "the database does not exist")
         refused(closed, 403, "insufficient_privilege", "grant it CONNECT")
-        refused(installed, 403, "insufficient_privilege", "lacks USAGE on the schema pgqueue")
+        refused(installed, 403, "insufficient_privilege", "lacks a right: permission denied for schema pgqueue")
         with psycopg.connect(site.target, autocommit=True) as connection:
             connection.execute(f"grant usage on schema pgqueue to {role}")
-        refused(installed, 403, "insufficient_privilege", "lacks EXECUTE on the function ")
+        refused(installed, 403, "insufficient_privilege", "lacks a right: permission denied for function ")
         with psycopg.connect(site.target, autocommit=True) as connection:
             connection.execute(f"create database {nowhere}")
         web.until(lambda: "not installed" in web.get("/v1/queues/orders/stats").text)

@@ -38,13 +38,6 @@ _CONNECTION_SQLSTATES: Final = {
         r"|no pg_hba\.conf entry|pg_hba\.conf rejects)|no password supplied"
     ),
 }
-_RIGHTS: Final = {
-    "database": "CREATE",
-    "schema": "USAGE",
-    "function": "EXECUTE",
-    "table": "SELECT or a right to change it",
-}
-_DENIED: Final = re.compile(f"permission denied for ({'|'.join(_RIGHTS)}) (\\S+)")
 _EXPECTED: Final = re.compile(r"([\w\[\]]+) must be (.*)\.", re.DOTALL)  # the hint of an argument that is invalid
 _QUOTED: Final = re.compile("'(.*?)'")
 _SIZES: Final = re.compile(r"([\w\[\]]+) of (\d+) bytes? is over the limit of (\d+) byte")
@@ -117,17 +110,6 @@ def connection_sqlstate(error: BaseException) -> str | None:
     return next((state for state, text in _CONNECTION_SQLSTATES.items() if text.search(str(error))), None)
 
 
-def _missing_right(detail: str) -> str:
-    """A sentence that names the right. A message of PostgreSQL in another language is repeated."""
-    found = _DENIED.fullmatch(detail)
-    if found is None:
-        return f"the database role of the server lacks a right: {detail}"
-    remedy = "pgqueue.grant_access gives a role the rights of a producer, consumer, reader or admin"
-    if found[1] == "database":
-        remedy = "its owner grants it"
-    return f"the database role of the server lacks {_RIGHTS[found[1]]} on the {found[1]} {found[2]}: {remedy}"
-
-
 NO_SCHEMA: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction
 _NOT_STORABLE: Final = psycopg.DataError, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex
 # Exceptions, and the status, code, message and field of their answers. {} is the message of PostgreSQL.
@@ -177,7 +159,7 @@ def from_database_error(error: BaseException) -> ApiError:
             field, limit = _field(hint[1]), hint[2]
             return ApiError(422, "invalid", detail.replace(hint[1], field, 1), field, limit=limit)
         case psycopg.errors.InsufficientPrivilege():
-            return ApiError(403, "insufficient_privilege", _missing_right(detail))
+            return ApiError(403, "insufficient_privilege", f"the database role of the server lacks a right: {detail}")
     for kinds, status, code, message, field in _KNOWN:
         if isinstance(error, kinds):
             return _answer(status, code, message.format(detail or error), field)
