@@ -127,8 +127,9 @@ def check_shape(body: bytes) -> None:
         digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
         if digits > DIGITS_LIMIT:
             raise _too_many(f"{DIGITS_LIMIT} digits")
-    if len(body) <= VALUES_LIMIT and body.count(b"[") + body.count(b"{") <= DEPTH_LIMIT:
-        return
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= DEPTH_LIMIT and opened + body.count(b",") <= VALUES_LIMIT:
+        return  # also if all of them are outside of strings
     values, depth, is_in_string = 0, 0, False
     start = 0
     while start < len(body):
