@@ -10119,24 +10119,25 @@ create function pgqueue._lock_schedule(name text, caller name) returns pgqueue.s
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     s pgqueue.schedules;
-    next_id bigint;
+    seen pgqueue.schedules;
 begin
-    -- The message is locked before the schedule, as a claim does. A claim may take the message meanwhile.
+    -- The message is locked before the schedule, as a claim does. A claim may take the message meanwhile, or another
+    -- queue get a schedule of this name.
     loop
         select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
         if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{admin}')) then
             perform pgqueue._raise('schedule_not_found', name);
         end if;
-        next_id := s.next_id;
+        seen := s;
         begin
             perform pgqueue._get_locked_queue(s.queue_name);
         exception when sqlstate 'PQ001' then
             -- The queue and its schedules were dropped meanwhile.
             perform pgqueue._raise('schedule_not_found', name);
         end;
-        perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
+        perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
-        exit when found and s.next_id is not distinct from next_id;
+        exit when s.next_id is not distinct from seen.next_id and s.queue_name = seen.queue_name;
     end loop;
     return s;
 end;
