@@ -2168,13 +2168,15 @@ begin
     returning m.*;
     if not found then
         queue_kind := (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name);
-        return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-        where m.kind = queue_kind
-            and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-        returning m.*;
+        if queue_kind is not null then
+            return query
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+            where m.kind = queue_kind
+                and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+                and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+            returning m.*;
+        end if;
     end if;
 end;
 $$;
@@ -5935,9 +5937,11 @@ begin
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if not found then
             queue_kind := (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C");
-            delete from pgqueue.messages m
-            where m.kind = queue_kind and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
-                and pgqueue._is_claimed_by(m, ack.claim_token);
+            if queue_kind is not null then
+                delete from pgqueue.messages m
+                where m.kind = queue_kind and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+                    and pgqueue._is_claimed_by(m, ack.claim_token);
+            end if;
         end if;
         if found then
             return pgqueue._count('acknowledged', queue_name, 1) = 1;
@@ -5967,15 +5971,18 @@ begin
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, ack_batch.claim_token);
-        if not found then
-            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C");
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
-            where m.kind = queue_kind
-                and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
-                and pgqueue._is_claimed_by(m, ack_batch.claim_token);
-        end if;
         get diagnostics acked = row_count;
+        if acked = 0 then
+            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C");
+            if queue_kind is not null then
+                delete from pgqueue.messages m
+                using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+                where m.kind = queue_kind
+                    and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+                    and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+                get diagnostics acked = row_count;
+            end if;
+        end if;
     else
         -- Null would stand for valid claims.
         acked := case when claim_token is null then 0 else cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token)) end;
@@ -7334,6 +7341,23 @@ comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
+create function pgqueue._visible_times(q pgqueue.queues, from_id bigint, below_id bigint)
+returns setof timestamptz language plpgsql stable as $$
+begin
+    if q.kind is not null then
+        return query
+        select m.visible_at from pgqueue.messages m
+        where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit 1000;
+    else
+        return query
+        select m.visible_at from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit 1000;
+    end if;
+end;
+$$;
+
 create function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 set enable_bitmapscan = off set enable_sort = off set jit = off as $$
@@ -7368,13 +7392,9 @@ begin
         (
             select min(m.visible_at) as due_at, count(*) as living
             from (
-                select c.visible_at
+                select v as visible_at
                 from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
-                cross join lateral (
-                    select w.visible_at from pgqueue.messages w
-                    where w.queue_name = q.name and w.id >= lower(r) and w.id < upper(r)
-                    order by w.id limit 1000
-                ) c
+                cross join lateral pgqueue._visible_times(q, lower(r), upper(r)) as v
                 limit 1000
             ) m
         ) others;

@@ -15,9 +15,11 @@ begin
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if not found then
             queue_kind := (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C");
-            delete from pgqueue.messages m
-            where m.kind = queue_kind and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
-                and pgqueue._is_claimed_by(m, ack.claim_token);
+            if queue_kind is not null then
+                delete from pgqueue.messages m
+                where m.kind = queue_kind and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+                    and pgqueue._is_claimed_by(m, ack.claim_token);
+            end if;
         end if;
         if found then
             return pgqueue._count('acknowledged', queue_name, 1) = 1;
@@ -47,15 +49,18 @@ begin
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, ack_batch.claim_token);
-        if not found then
-            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C");
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
-            where m.kind = queue_kind
-                and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
-                and pgqueue._is_claimed_by(m, ack_batch.claim_token);
-        end if;
         get diagnostics acked = row_count;
+        if acked = 0 then
+            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C");
+            if queue_kind is not null then
+                delete from pgqueue.messages m
+                using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+                where m.kind = queue_kind
+                    and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+                    and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+                get diagnostics acked = row_count;
+            end if;
+        end if;
     else
         -- Null would stand for valid claims.
         acked := case when claim_token is null then 0 else cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token)) end;

@@ -43,13 +43,15 @@ begin
     returning m.*;
     if not found then
         queue_kind := (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name);
-        return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-        where m.kind = queue_kind
-            and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-        returning m.*;
+        if queue_kind is not null then
+            return query
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+            where m.kind = queue_kind
+                and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+                and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+            returning m.*;
+        end if;
     end if;
 end;
 $$;

@@ -11,6 +11,23 @@ comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
+create or replace function pgqueue._visible_times(q pgqueue.queues, from_id bigint, below_id bigint)
+returns setof timestamptz language plpgsql stable as $$
+begin
+    if q.kind is not null then
+        return query
+        select m.visible_at from pgqueue.messages m
+        where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit 1000;
+    else
+        return query
+        select m.visible_at from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit 1000;
+    end if;
+end;
+$$;
+
 create or replace function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 set enable_bitmapscan = off set enable_sort = off set jit = off as $$
@@ -45,13 +62,9 @@ begin
         (
             select min(m.visible_at) as due_at, count(*) as living
             from (
-                select c.visible_at
+                select v as visible_at
                 from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
-                cross join lateral (
-                    select w.visible_at from pgqueue.messages w
-                    where w.queue_name = q.name and w.id >= lower(r) and w.id < upper(r)
-                    order by w.id limit 1000
-                ) c
+                cross join lateral pgqueue._visible_times(q, lower(r), upper(r)) as v
                 limit 1000
             ) m
         ) others;

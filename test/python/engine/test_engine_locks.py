@@ -64,6 +64,46 @@ def leave_housekeeping(connection: Connection, queue: str) -> None:
     connection.execute("reset session_replication_role")
 
 
+NOTHING_IS_DUE = (
+    "select setval(q.next_sweep_at, pgqueue._to_micros(now() + '10 s')), setval(q.first_due_at, 9223372036854775807),"
+    " setval(m, pgqueue._to_micros(now() + '10 s'))"
+    " from pgqueue.queues q, unnest('{pgqueue.next_maintenance_at,pgqueue.next_housekeeping_at}'::regclass[]) m"
+    " where q.name = %(q)s"
+)
+
+
+def test_no_call_on_a_plain_queue_locks_a_table_of_another_kind(connection: Connection, name: str) -> None:
+    connection.execute("select pgqueue.create_queue(%(q)s), pgqueue.subscribe(%(q)s, %(q)s)", {"q": name})
+    claim = "from pgqueue.claim(%(q)s) c"
+    found = [
+        *(f"select pgqueue.{verb}(%(q)s, '1')" for verb in ("enqueue", "enqueue", "enqueue", "publish")),
+        f"select pgqueue.ack(queue_name, id, claim_token) {claim}",
+        f"select pgqueue.extend(queue_name, id, claim_token), pgqueue.nack(queue_name, id, claim_token, '1 h') {claim}",
+        f"select e.id {claim} cross join lateral pgqueue.exchange(%(q)s, array[c.id], c.claim_token) e",
+    ]
+    found_too_little = [
+        "select id from pgqueue.claim(%(q)s, 10)",
+        "select id from pgqueue.exchange(%(q)s, '{1}', gen_random_uuid(), 10)",
+        "select pgqueue.ack(%(q)s, 1, gen_random_uuid()), pgqueue.ack_batch(%(q)s, '{1}', gen_random_uuid())",
+        "select pgqueue.prepare_wait(%(q)s)",
+    ]
+    relations = (
+        "select distinct relation::regclass::text from pg_locks"
+        " where pid = pg_backend_pid() and locktype = 'relation' and relation <> 'pg_locks'::regclass"
+    )
+    locked: dict[str, set[str]] = {}
+    for call in 2 * (found + found_too_little):  # the first call of a session locks more, as it makes plans
+        connection.execute(NOTHING_IS_DUE, {"q": name})
+        with connection.transaction():
+            rows = connection.execute(call.encode(), {"q": name}).fetchall()
+            assert rows or call in found_too_little, call
+            locked[call] = {relation for (relation,) in connection.execute(relations)}
+    partitions = {"pgqueue.messages", "pgqueue.messages_shared", "pgqueue.messages_shared_pkey"}
+    for call, tables in locked.items():
+        assert {table for table in tables if table.startswith("pgqueue.messages")} <= partitions, call
+        assert len(tables) <= 16 or call in found_too_little, call
+
+
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
     connection: Connection, database: str, name: str, settings: str
