@@ -9638,13 +9638,17 @@ $$;
 -- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
 -- the caller's transaction. The consumers of one queue share its copy.
 
+create function pgqueue._is_topic(topic text, may_be_pattern boolean) returns boolean
+language sql immutable parallel safe as $$
+    -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
+    select char_length(topic) between 1 and 255 and topic !~ '(^|[.])([.]|$)|[[:cntrl:]]|(^|[.])#[.]#([.]|$)'
+        and (may_be_pattern or topic !~ '(^|[.])[*#]([.]|$)')
+$$;
+
 create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean) returns void
 language plpgsql stable as $$
 begin
-    -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
-    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
-        or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
-    then
+    if pgqueue._is_topic(topic, may_be_pattern) is not true then
         perform pgqueue._raise_invalid(argument, topic,
             '1 to 255 characters: words joined by dots, not empty, without control characters'
             || case when may_be_pattern then '; the word * matches one word, # matches any number of words, and no # follows another #'
@@ -9663,7 +9667,6 @@ declare
     patterns text[] := '{}'::text[];
 begin
     foreach topic in array topics loop
-        exit when not exists (select from pgqueue.subscriptions s where s.is_pattern);
         prefixes := '{"",#.}'::text[];
         -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone
         -- and followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on
@@ -9692,12 +9695,10 @@ begin
         select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
         union
         select s.queue_name from pgqueue.subscriptions s where s.is_pattern and (s.topic || '.') = any (patterns)
-        order by queue_name
     );
 end;
 $$;
-comment on function pgqueue._subscribers(text[]) is
-'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+comment on function pgqueue._subscribers(text[]) is 'The queues that are subscribed to any of the topics, each once.';
 
 create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -9755,6 +9756,23 @@ comment on function pgqueue.list_subscriptions(pgqueue.queue_of_consumer_or_admi
 'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
 once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
+create function pgqueue._check_copies(
+    names text[], payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea, dedup_key text,
+    on_duplicate text
+) returns void
+language plpgsql stable as $$
+declare
+    smallest pgqueue.queues;
+begin
+    select * into smallest from pgqueue.queues q where q.name = any (names) order by q.max_payload_bytes limit 1;
+    smallest.name := coalesce(smallest.name, '');
+    perform pgqueue._check_enqueue(delay, expires_in), pgqueue._check_content(smallest, payload, body, headers);
+    if dedup_key is not null then
+        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
+    end if;
+end;
+$$;
+
 create function pgqueue.publish(
     topic text,
     payload jsonb default null,
@@ -9774,64 +9792,67 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
+    topics text[] collate "C" := array[topic];
     names text[] collate "C";
     queue_ids bigint[];
     smallest pgqueue.queues;
     sent int;
 begin
-    perform pgqueue._check_topic('topic', topic collate "default", false);
+    if pgqueue._is_topic(topic collate "default", false) is not true then
+        perform pgqueue._check_topic('topic', topic collate "default", false);
+    end if;
     if base_topics is not null then
         perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
+        topics := topics || array(select unnest(base_topics));
     end if;
-    perform pgqueue._check_enqueue(delay, expires_in);
-
-    select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
+    select array_agg(q.name order by q.name), array_agg(q.queue_id), min(q.max_payload_bytes)
+    into names, queue_ids, smallest.max_payload_bytes
     from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[])
+    where q.name = any (case
+            when exists (select from pgqueue.subscriptions s where s.is_pattern) then pgqueue._subscribers(topics)
+            else array(select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics))
+        end)
         -- The first condition is the cheaper one.
         and (
             has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{producer}'))
             or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
         );
-    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
-    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
-    -- drop: pg_relation_filenode does not depend on it.
-    perform pgqueue._lock_queue(n) from unnest(names) as n;
-    if pgqueue._has_fixed_snapshot() then
-        -- pg_relation_size locks the register: the catalog cache can be stale.
-        perform pgqueue._raise('stale_snapshot', format('queue %L', q.name))
-        from pgqueue.queues q
-        where q.name = any (names) and pg_relation_size(q.fresh_from_id) is null
-            -- It was not dropped, but got new registers with another kind.
-            and to_regclass(format('pgqueue.queue_%s_fresh_from_id', q.queue_id)) is not null;
-    end if;
-    select
-        array_agg(q.name order by q.name), min(q.max_payload_bytes),
-        coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
-    into names, smallest.max_payload_bytes, smallest.name
-    from pgqueue.queues q
-    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     if group_key is not null or priority is not null then
         perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
-    if headers is null or jsonb_typeof(headers) = 'object' then
-        headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
-    end if;
+    headers := case when headers is null or jsonb_typeof(headers) = 'object'
+        then coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic) else headers end;
     -- What the fast path of enqueue would send needs no other check.
-    if pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true then
-        perform pgqueue._check_content(smallest, payload, body, headers);
+    if delay is distinct from interval '0' or dedup_key is not null
+        or pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true
+    then
+        perform pgqueue._check_copies(names, payload, delay, headers, expires_in, body, dedup_key, on_duplicate);
     end if;
 
-    if dedup_key is not null then
-        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
-    end if;
+    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
+    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
+    -- drop: pg_relation_filenode does not depend on it.
+    for n in 1..coalesce(cardinality(names), 0) loop
+        continue when pgqueue._lock_queue(names[n]) and not pgqueue._has_fixed_snapshot();
+        -- pg_relation_size locks the register: the catalog cache can be stale.
+        perform pgqueue._raise('stale_snapshot', format('queue %L', q.name))
+        from pgqueue.queues q
+        where q.name = names[n] and pg_relation_size(q.fresh_from_id) is null
+            -- It was not dropped, but got new registers with another kind.
+            and to_regclass(format('pgqueue.queue_%s_fresh_from_id', q.queue_id)) is not null;
+    end loop;
     if dedup_key is not null or delay > interval '0' then
         perform pgqueue.enqueue(
-            n, payload, delay, headers, expires_in, message_id, body, dedup_key => publish.dedup_key,
+            n.name, payload, delay, headers, expires_in, message_id, body, dedup_key => publish.dedup_key,
             on_duplicate => publish.on_duplicate)
-        from unnest(names) as n;
-        return coalesce(cardinality(names), 0);
+        from (
+            select q.name from pgqueue.queues q
+            where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null
+            order by q.name
+        ) n;
+        get diagnostics sent = row_count;
+        return sent;
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
@@ -9840,12 +9861,14 @@ begin
         q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
         pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers, q.kind
     from pgqueue.queues q
-    where q.name = any (names)
+    where q.name = any (names) and q.queue_id = any (queue_ids)
+        and case
+            when pg_relation_filenode(q.fresh_from_id) is null then false
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
+            else pgqueue._wake_if_waiting(q, at) is not null
+        end
     order by q.name;
     get diagnostics sent = row_count;
-    perform pgqueue._wake_if_waiting(q, at)
-    from pgqueue.queues q
-    where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
     return sent;
 end;
 $$;
