@@ -14,6 +14,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer, _tasks
+from pgqueue._coroutines import done
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool
 from pgqueue.consumer.timings import timings
 
@@ -85,6 +86,17 @@ async def test_the_error_for_an_object_that_is_no_connection_names_it(made: Any)
         await opener.open(on_loop=False)
     with pytest.raises(TypeError, match="must return a new connection"):
         await opener.open(on_loop=True)
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+async def test_a_connection_that_is_in_use_already_is_refused(on_loop: bool, database: str) -> None:
+    made = psycopg.connect(database)
+    opener = ConnectionFactory(lambda: made, "test")
+    opened = await opener.open(on_loop)
+    with pytest.raises(TypeError, match="the function returned a connection again; must return a new connection"):
+        await opener.open(on_loop)
+    assert not made.closed
+    await done(opened.close())
 
 
 async def test_a_connection_whose_preparation_fails_is_closed(database: str) -> None:

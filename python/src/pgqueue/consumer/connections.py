@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import psycopg
 from psycopg import AsyncConnection, Connection, pq
@@ -83,6 +83,7 @@ class ConnectionFactory:
     def __init__(self, source: str | Callable[[], Any], application: str, json_loads: JsonLoads | None = None) -> None:
         self._source = source
         self._adapters = client_adapters(json_loads)
+        self._made: WeakSet[AnyConnection] = WeakSet()  # by the user's function
         self._conninfo = ""
         if isinstance(source, str):
             self._conninfo = complete_conninfo(source, application, **DEFAULTS)
@@ -138,6 +139,12 @@ class ConnectionFactory:
                 f" {pool.max_size}, and a consumer keeps its connections: up to four, and one for each handler in a"
                 " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
             )
+        if isinstance(made, (Connection, AsyncConnection)):
+            if made in self._made:
+                raise TypeError(
+                    "invalid conninfo: the function returned a connection again; must return a new connection"
+                )
+            self._made.add(made)
         if on_loop and isinstance(made, Connection):
             return _AdoptedConnection(made)
         if not isinstance(made, kind):
