@@ -6935,18 +6935,21 @@ declare
     q pgqueue.queues;
     spent bigint[];
 begin
-    perform pgqueue._require_untruncated_messages();
+    -- After waiting for a drop_queue or for another kind of the queue, the statements below see the new state.
+    perform pgqueue._lock_queue(queue_name), pgqueue._require_untruncated_messages();
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (
         select from pgqueue.dead_messages d
         where d.queue_name = browse_dead_messages.queue_name collate "C"
             and d.id >= pgqueue._first_id_of(browse_dead_messages.queue_name)
     ) then
-        perform pgqueue._get_unlocked_queue(queue_name);
+        perform pgqueue._get_locked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
-    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    spent := case when found then pgqueue._find_spent_messages(q, at, after_id, max_messages) end;
+    if exists (select from pgqueue.queues where queues.name = queue_name collate "C") then
+        q := pgqueue._get_locked_queue(queue_name);
+        spent := pgqueue._find_spent_messages(q, at, after_id, max_messages);
+    end if;
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
@@ -7390,7 +7393,9 @@ begin
     if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
         perform pgqueue._record_if_old(q);
     end if;
-    return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
+    -- While a session drops the queue, reading the register of rate_limit would wait for it.
+    return case when due_at is not null then greatest(
+        due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
 end;
 $$;
 comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is

@@ -83,7 +83,9 @@ begin
     if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
         perform pgqueue._record_if_old(q);
     end if;
-    return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
+    -- While a session drops the queue, reading the register of rate_limit would wait for it.
+    return case when due_at is not null then greatest(
+        due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
 end;
 $$;
 comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
