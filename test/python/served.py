@@ -16,8 +16,7 @@ import psycopg
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from clients import PATIENCE, growing, wait_for
-from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 
 if TYPE_CHECKING:
     from pgqueue.http.app import Application as App
@@ -303,30 +302,6 @@ def terminate(dsn: str, pids: list[int]) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         for pid in pids:
             connection.execute("select pg_terminate_backend(%s, 5000)", [pid])
-
-
-__all__ = [
-    "ACCESSES",
-    "ADMIN",
-    "HASH",
-    "PROXY",
-    "SERVICE",
-    "Application",
-    "Server",
-    "Site",
-    "configuration",
-    "failure",
-    "in_process",
-    "locked",
-    "make_conninfo",
-    "new_name",
-    "rights",
-    "serving",
-    "serving_a_run",
-    "sql",
-    "terminate",
-    "waiters",
-]
 
 
 class DirectQueue:

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from served import (
     SERVICE,
     DirectQueue,
@@ -17,7 +18,6 @@ from served import (
     configuration,
     in_process,
     locked,
-    make_conninfo,
     new_name,
 )
 
@@ -312,9 +312,6 @@ def test_unknown_resources_are_404(queue: DirectQueue, verb: str, body: Any) -> 
         answer = queue.web.call("GET" if body is None else "POST", f"/v1/queues/{name}/{verb}", body)
         assert code_of(answer, 404) == "queue_not_found"
         assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", name)
-
-
-# Repeated requests
 
 
 def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import base64
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
+from consumers import waits
 from served import (
     ADMIN,
     SERVICE,
@@ -81,14 +82,6 @@ def test_claim_any_names_the_queue_that_is_missing(queue: DirectQueue) -> None:
         answer = queue.web.post("/v1/queues/claim_any", {"queue_names": [queue.name, name], "wait_seconds": 1})
         assert code_of(answer, 404) == "queue_not_found"
         assert answer.json()["error"]["value"] == name
-
-
-def listens(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether a session waits: the register of waiting sessions says until when."""
-    ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
-    ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
-    ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
-    return bool(value > now)
 
 
 class Patient:
@@ -173,7 +166,7 @@ def test_a_long_poll_ends_before_the_time_limit_of_its_request(web: Server, queu
 def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     with ThreadPoolExecutor(30) as threads:
         waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
-        queue.web.until(lambda: listens(sql, queue.name))
+        queue.web.until(lambda: waits(sql, queue.name))
         idle = "select from pg_stat_activity where datname = current_database() and state like 'idle in transaction%'"
         queue.web.until(lambda: not sql.execute(idle).fetchall())  # a sweep of the server can have one for a moment
         # Thirty requests wait; there are ten connections, and other requests are served.
@@ -192,21 +185,13 @@ def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
     assert len(queue.claim(wait_seconds=20)) == 1
 
 
-def end_listeners(sql: psycopg.Connection[Any]) -> int:
-    """End the connections on which servers listen, and return their number."""
-    return len(
-        sql.execute(
-            "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
-            " where datname = current_database() and query ~ '^(un)?listen '"
-        ).fetchall()
-    )
-
-
 def test_a_long_poll_continues_when_the_listening_connection_is_lost(
     patient: Patient, sql: psycopg.Connection[Any]
 ) -> None:
     with patient.claiming(f"/v1/queues/{patient.queue.name}/claim") as claimed:
-        assert end_listeners(sql)
+        listening = "datname = current_database() and query ~ '^(un)?listen '"
+        ended = sql.execute(f"select pg_terminate_backend(pid, 5000) from pg_stat_activity where {listening}".encode())
+        assert ended.fetchall()
         patient.has_looked(1)  # which it does when it listens again
         sql.execute("select pgqueue.enqueue(%s, '3')", [patient.queue.name])
         assert claimed() == [3]
@@ -218,18 +203,10 @@ CLAIM = "%from pgqueue.claim($1%"  # not the claim of an agent, which has named 
 @contextmanager
 def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
     """A request whose client disconnects at the end of the block, whatever its state is."""
-    host, port = web.url.removeprefix("http://").split(":")
-    text = json.dumps(body)
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: x",
-        f"Authorization: Basic {base64.b64encode(':'.join(ADMIN).encode()).decode()}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(text)}",
-        *([f"Idempotency-Key: {key}"] if key else []),
-    ]
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall("\r\n".join([*lines, "", text]).encode())
+    secret = base64.b64encode(":".join(ADMIN).encode()).decode()
+    headers = {"Authorization": f"Basic {secret}", "Content-Type": "application/json"}
+    with closing(HTTPConnection(web.url.removeprefix("http://"))) as connection:
+        connection.request("POST", path, json.dumps(body), headers | ({"Idempotency-Key": key} if key else {}))
         yield
     assert web.get("/healthz").status_code == 200  # The server has read the end of the connection before this request.
 

@@ -4,14 +4,14 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, free_port, wait_for
 from commands import starter
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import SERVICE, Server, Site, configuration, in_process, locked, new_name, serving, waiters
@@ -22,26 +22,9 @@ from pgqueue.embedded import EmbeddedServer
 LONG = pytest.mark.long(part="http")
 
 
-@pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A PostgreSQL server of its own with a password, which tests stop and start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with EmbeddedServer(durable=False, data_dir=tmp_path_factory.mktemp("postgres") / "data", port=port) as embedded:
-        with psycopg.connect(embedded.dsn, autocommit=True) as connection:
-            connection.execute("create database control")
-            connection.execute("create database target")
-        yield embedded
-
-
-@pytest.fixture(scope="module")
-def web(postgres: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("served")
-    control = make_conninfo(postgres.tcp_dsn, dbname="control")
-    services = {SERVICE: (postgres.tcp_dsn, ["target"])}
-    limits = {"connect_seconds": 20, "database_seconds": 40, "request_seconds": 60}
-    with serving(configuration(directory, control, services, limits=limits), directory) as web:
-        yield web
+@pytest.fixture
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
 
 
 def enqueue(web: Server, name: str) -> httpx.Response:
@@ -64,44 +47,51 @@ def unavailable(server: str, *databases: str) -> Iterator[None]:
                 connection.execute(f"alter database {each} allow_connections true")
 
 
-def ask_all(*calls: Callable[[], httpx.Response]) -> list[httpx.Response]:
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [each.result() for each in [threads.submit(call) for call in calls]]
+def databases_of(site: Site) -> list[str]:
+    """The names of the first database of the service and of the control database."""
+    return [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (site.target, site.control)]
 
 
 def test_an_outage_is_503_and_the_server_recovers(
     site: Site, server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """First of the database of a queue, whose tasks wait, then of the control database, too."""
+    """First of the control database, before the start; then of that of a queue, whose tasks wait; then of both."""
     control, target = (make_conninfo(each, password="s3cret") for each in (site.control, site.target))
     limits = {"connect_seconds": 5, "request_seconds": 600, "database_seconds": 600}
     config = configuration(tmp_path, control, {SERVICE: (target, site.databases)}, limits=limits)
     name, late = new_name(), new_name()
-    databases = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (control, target)]
-    with in_process(config) as web:
+    database_of_queue, control_database = databases_of(site)
+    with ExitStack() as stack:
+        with unavailable(server, control_database):
+            web = stack.enter_context(in_process(config, ready=False))
+            assert web.get("/readyz").status_code == 503
+            assert web.get("/healthz").status_code == 200
+        web.until(lambda: web.get("/readyz").status_code == 200)
         web.create(name)
         queue, path = f"{web.queues}/{late}", f"{web.queues}/{name}/messages"
         web.until(lambda: enqueue(web, name).status_code == 201)
-        with unavailable(server, databases[1]):
+        with unavailable(server, database_of_queue):
             web.create(late, wait=False)
             said = web.until(lambda: web.get(queue).json().get("error_message"))
             assert said == "the database cannot be reached; the agent tries again"
             assert web.status(late) == "Provisioning"
             for call in ("/readyz", web.queues):
                 assert web.get(call).status_code == 200
-            with unavailable(server, databases[0]):
+            with unavailable(server, control_database):
                 web.until(lambda: web.get("/readyz").status_code == 503)
-                answers = ask_all(
+                calls = (
                     lambda: web.get(web.queues),
                     lambda: web.post(path, {"messages": [{"payload": {}}]}),
                     lambda: enqueue(web, name),
                     lambda: web.get(f"/v1/queues/{name}/stats"),
                 )
+                with ThreadPoolExecutor(len(calls)) as threads:
+                    answers = list(threads.map(lambda call: call(), calls))
                 assert web.get("/readyz").json()["error"]["code"] == "database_unavailable"
                 for answer in answers:
                     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
                     assert "Retry-After" in answer.headers
-                    for secret in ("s3cret", "host", "dbname", *databases):
+                    for secret in ("s3cret", "host", "dbname", database_of_queue, control_database):
                         assert secret not in answer.text
                 for page in ("/healthz", "/metrics", "/"):
                     assert web.get(page).status_code == 200
@@ -120,30 +110,21 @@ def until_listening(dsn: str) -> None:
         wait_for(lambda: connection.execute(listening).fetchall())
 
 
-@LONG
-def test_a_database_restart_between_two_requests_is_not_visible(web: Server, postgres: EmbeddedServer) -> None:
-    name = new_name()
-    web.create(name)
-    for _ in range(3):
-        postgres.restart()
-        assert enqueue(web, name).status_code == 201
+def test_a_database_restart_between_two_requests_is_not_visible(site: Site, server: str, tmp_path: Path) -> None:
+    with in_process(site.configuration(tmp_path)) as web:
+        name = new_name()
+        web.create(name)
+        for _ in range(3):
+            with unavailable(server, *databases_of(site)):
+                pass  # all sessions have ended
+            assert enqueue(web, name).status_code == 201
 
 
-@LONG
-def test_a_server_that_starts_before_its_database_waits_for_it(postgres: EmbeddedServer, tmp_path: Path) -> None:
-    control = make_conninfo(postgres.tcp_dsn, dbname="control")
-    config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])})
-    postgres.stop()
-    try:
-        with serving(config, tmp_path, ready=False) as late:
-            assert late.get("/readyz").status_code == 503
-            assert late.get("/healthz").status_code == 200
-            postgres.start()
-            late.until(lambda: late.get("/readyz").status_code == 200)
-            late.create(new_name())
-    finally:
-        if postgres.pid is None:
-            postgres.start()
+@pytest.fixture
+def postgres() -> Iterator[EmbeddedServer]:
+    """A PostgreSQL server of its own, which asks for a password."""
+    with EmbeddedServer(durable=False, port=free_port()) as embedded:
+        yield embedded
 
 
 ROLE_REFUSED = "the server refuses the user or the password of the service; correct its dsn"
@@ -239,7 +220,7 @@ def test_a_missing_database_and_a_missing_right_are_not_an_outage(site: Site, ro
 
 
 @LONG
-def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_recreated_database_gets_its_tables_again(site: Site, server: str, tmp_path: Path) -> None:
     """The task queue is dropped, then each database; nothing is restored."""
 
     def works() -> bool:
@@ -251,16 +232,15 @@ def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: Embed
         keyed = {"Idempotency-Key": new_name()}
         return web.post(f"/v1/queues/{name}/claim", {}, headers=keyed).status_code == 200
 
-    assert works()
-    control = make_conninfo(postgres.tcp_dsn, dbname="control")
-    with psycopg.connect(control, autocommit=True) as connection:
-        connection.execute("select pgqueue.drop_queue('pgqueue-http-tasks')")
-    web.until(works)
-    for database in ("target", "control"):
-        with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+    with in_process(site.configuration(tmp_path)) as web, psycopg.connect(server, autocommit=True) as connection:
+        assert works()
+        with psycopg.connect(site.control, autocommit=True) as control:
+            control.execute("select pgqueue.drop_queue('pgqueue-http-tasks')")
+        web.until(works)
+        for database in databases_of(site):
             connection.execute(f"drop database {database} with (force)")
             connection.execute(f"create database {database}")
-        web.until(works)
+            web.until(works)
 
 
 def test_a_statement_that_waits_too_long_for_a_lock_is_503(site: Site, tmp_path: Path) -> None:
@@ -311,11 +291,6 @@ async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site
             assert await cursor.fetchall() == [("new",)]
     finally:
         await databases.close()
-
-
-@pytest.fixture
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
 
 
 def test_a_claim_that_waits_ends_when_the_server_stops(

@@ -252,7 +252,7 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
     page.set_viewport_size({"width": 1280, "height": 720})
 
 
-# The pages by their links, and what each shows.
+# The background and the colour of each text.
 CONTRAST = """() => [...document.querySelectorAll('main *, header *')].filter(e => e.offsetWidth && [...e.childNodes]
     .some(n => n.nodeType === 3 && n.textContent.trim())).map(e => {
         let b = e;

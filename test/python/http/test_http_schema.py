@@ -95,7 +95,6 @@ def test_bodies_have_the_fields_of_the_examples(document: dict[str, Any]) -> Non
 
 
 def test_the_documents_call_only_routes_of_the_schema(document: dict[str, Any]) -> None:
-    """Routes of older names still work, but the schema does not show them."""
     routes = [re.sub(r"\{\w+\}", r"[^/]+", path) for path in document["paths"]]
     seen = set()
     for chapter in sorted([ROOT / "README.md", *(ROOT / "python").rglob("*.md")]):

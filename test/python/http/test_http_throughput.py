@@ -220,9 +220,6 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
     assert sql.execute(counted, [name]).fetchone() == (10002,)
 
 
-# Listeners
-
-
 async def test_a_listener_unlistens_channels_without_waiters(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,9 +349,6 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
             with pytest.raises(psycopg.OperationalError):
                 await made.target("one", sql.info.dbname).__aenter__()
             assert now == most
-
-
-# Metrics of a server
 
 
 @pytest.fixture(scope="module")
