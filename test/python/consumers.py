@@ -548,9 +548,6 @@ def cut(connection: psycopg.Connection[Any], name: str) -> int:
     return len(found)
 
 
-# Consumers in a process of their own.
-
-
 def victims(dsn: str, queues: dict[str, tuple[Form, str]], home: str) -> None:
     """Consume queues, each in its form; send in the transaction of the handler, or of the policy, and never return."""
 

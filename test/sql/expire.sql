@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(35);
+select plan(37);
 
 create function pg_temp.removes(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -53,6 +53,9 @@ begin
     insert into pgqueue.messages (queue_name, payload, visible_at, attempt_count, max_attempts, expires_at) values (queue, '10', pgqueue._now(), 1, 1, pgqueue._now());
     return next is(pgqueue.purge_expired(queue), 1, queue || ': purge_expired purges a message with exhausted attempts if the queue has no dead letters');
     return next is((select count(*) from pgqueue.browse_dead_messages(queue)), 1::bigint, queue || ': purge_expired makes no dead letter if the queue has none');
+    update pgqueue.dead_messages d set expires_at = pgqueue._now() - interval '1 s' where d.queue_name = queue;
+    perform pgqueue.purge_expired(queue), pgqueue.claim(queue, 10);
+    return next is((select count(*) from pgqueue.browse_dead_messages(queue)), 1::bigint, queue || ': purge_expired and claim leave a dead letter whose expiry has passed');
 end;
 $$;
 select pg_temp.removes('expire_shared', false);

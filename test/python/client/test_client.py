@@ -29,9 +29,6 @@ SECOND = timedelta(seconds=1)
 NOWHERE = UUID(int=0)
 
 
-# Queues
-
-
 @pytest.mark.parametrize(
     "styles",
     [
@@ -103,9 +100,6 @@ def test_json_that_python_cannot_read_does_not_lose_a_claim(client: Client, queu
     assert queue.ack_batch([message.id for message in messages], messages[0].claim_token) == 4
     (received,) = queue.receive()
     assert (received.id, received.payload.text) == (sent, large.text)
-
-
-# The adapters of the connection
 
 
 class NaiveLoader(TimestamptzLoader):
@@ -181,12 +175,6 @@ def test_json_is_read_and_written_by_functions_of_the_user(client: Client, order
             pgqueue.Queue(orders.connection, "orders", **wrong)
 
 
-# Messages
-
-
-# The database
-
-
 @pytest.fixture
 def role(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
     """A role that needs quotes."""
@@ -204,9 +192,6 @@ def test_raw_access_suffices_for_enqueue_copy(client: Client, queue: Any, role: 
     assert queue.enqueue_copy([1, 2]) == 2
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         queue.claim()
-
-
-# The caller's connection
 
 
 def test_the_client_never_commits_the_callers_transaction(
@@ -304,9 +289,6 @@ def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:
     assert queue.ack(2**63 - 1, NOWHERE) is False
 
 
-# Installation as plain SQL
-
-
 def test_install_is_part_of_the_callers_transaction(empty_database: NewDatabase) -> None:
     show = "select name, setting from pg_settings where name ~ 'search_path|check_function|client_min'"
     with psycopg.connect(empty_database(), row_factory=psycopg.rows.dict_row) as connection:
@@ -351,9 +333,6 @@ def test_default_privileges_grant_no_access(empty_database: NewDatabase, door: s
             assert not granted & {"claim", "messages", "_enqueue"}
         finally:
             connection.execute(sql.SQL("drop owned by {}").format(sql.Identifier(role)))
-
-
-# Wrong arguments
 
 
 def test_enqueue_batch_refuses_a_single_value_as_payloads(queue: Any) -> None:

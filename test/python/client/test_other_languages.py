@@ -17,6 +17,7 @@ import commands
 import psycopg
 import pytest
 from clients import PATIENCE, QUIET, connect, is_empty, value, wait_for
+from consumers import waits
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
@@ -227,7 +228,7 @@ def test_a_worker_settles_what_it_claims_and_waits_for_more(
             assert dead.attempt_count == attempts
             assert dead.reason == ("attempts_exhausted" if attempts == 2 else "rejected")
             assert dead.last_error == error
-        wait_for(lambda: is_waiting(shop))
+        wait_for(lambda: waits(shop, "orders") and is_waiting(shop))
         assert shipped(shop) == [1001]
 
         until = value(shop, "select to_timestamp(pg_sequence_last_value(waiting_until) / 1e6) from pgqueue.queues")

@@ -52,14 +52,6 @@ def _nothing_lost() -> Iterator[None]:
     gc.collect()
 
 
-async def others_are_done() -> None:
-    if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others, timeout=PATIENCE)
-
-
-# The opener
-
-
 @pytest.mark.parametrize(("is_async", "early"), [(False, True), (False, False), (True, False)])
 async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(
     is_async: bool, early: bool, database: str
@@ -173,9 +165,6 @@ async def test_no_more_idle_connections_are_kept_than_may_be_used(database: str)
             connection.close()
 
 
-# The consumers
-
-
 async def ignore(_: Any) -> None:
     pass
 
@@ -274,7 +263,8 @@ async def test_a_run_that_is_cancelled_stops_and_closes_its_connections(
         await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await run
-    await others_are_done()
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=PATIENCE)
     if times == 1:
         assert attempts(connection, name) == [0, 0]
     assert len(made) >= 2

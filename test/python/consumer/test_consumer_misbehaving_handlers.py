@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
+from clients import PATIENCE, connect, wait_for
 from consumers import (
     CROSSED,
     FORMS,
@@ -38,9 +38,6 @@ import pgqueue
 Connection = psycopg.Connection[Any]
 
 
-# Handlers of which nothing runs
-
-
 async def coroutine(_: Any) -> None: ...
 
 
@@ -65,9 +62,6 @@ def test_a_handler_that_returns_an_awaitable_fails_its_message(case: Case) -> No
         dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 3 and found)
     assert all("which was not run" in (letter.last_error or "") for letter in dead)
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 3)
-
-
-# Connections that are left in a bad state
 
 
 async def leave_open(step: Step, *, pipeline: bool = False) -> Any:
@@ -133,10 +127,8 @@ def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(case: Case)
 
 @each_of([form for form in FORMS if form.is_async])
 @pytest.mark.parametrize("awaits", [True, False])
-def test_a_task_that_its_handler_cancels_fails_alone(
-    form: Form, awaits: bool, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_task_that_its_handler_cancels_fails_alone(case: Case, awaits: bool) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch(["good", "bad", "fine"])
 
     async def work(step: Step) -> None:
@@ -147,9 +139,8 @@ def test_a_task_that_its_handler_cancels_fails_alone(
             if awaits:
                 await asyncio.sleep(0)
 
-    with form.consuming(database, name, work, concurrency=1, batch_size=3) as run:
-        wait_for(lambda: is_empty(connection, name))
-        [dead] = queue.browse_dead_messages()
+    with case.consuming(work, concurrency=1, batch_size=3) as run:
+        [dead] = case.dead_letters()
         wait_for(lambda: run.consumer.stats.failed)
     assert (dead.payload, dead.attempt_count) == ("bad", 1)
     assert "CancelledError" in (dead.last_error or "")
@@ -175,9 +166,6 @@ def test_the_claim_of_a_handler_that_blocks_the_event_loop_is_extended(
         wait_for(case.is_empty)
     assert (run.attempts, run.consumer.stats.lost) == ([1], 0)
     assert run.consumer.stats.extended >= 3
-
-
-# Functions that make no connection
 
 
 @each_of(CROSSED[1:])
@@ -208,33 +196,25 @@ def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
         pass
 
 
-def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool]) -> list[str]:
-    """Let threads of certain names not start; returns the list of those that were refused."""
+@each_of([form for form in THREADS if form.mode != "transactional"])
+def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = case.prepare(max_attempts=1)
+    may = threading.Event()
     begin = threading.Thread.start
     refused: list[str] = []
 
     def start(thread: threading.Thread) -> None:
-        if refuses(thread.name):
+        if thread.name.startswith(f"pgqueue-{case.name}-") and not may.is_set():
             refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    return refused
-
-
-@each_of([form for form in THREADS if form.mode != "transactional"])
-def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
-    may = threading.Event()
-    refused = refuse_threads(monkeypatch, lambda thread: thread.startswith(f"pgqueue-{name}-") and not may.is_set())
-    with form.consuming(database, name, concurrency=2) as run:
+    with case.consuming(concurrency=2) as run:
         queue.enqueue_batch([1, 2, 3])
         wait_for(lambda: len(refused) > 5)
         may.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.returned) == [1, 2, 3]
     assert run.attempts == [1, 1, 1]
     assert (run.criticals, run.circuits) == ([], ["armed", "closed"])
@@ -263,9 +243,6 @@ def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, conn
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, database, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# What is said and sent
 
 
 @each_of(MIXED)
@@ -300,9 +277,6 @@ def test_a_deep_payload_is_delivered_and_one_that_cannot_be_read_is_rejected_wit
     dead = queue.browse_dead_messages()
     assert [(one.reason, (one.last_error or "")[:14]) for one in dead] == [("rejected", "RecursionError")] * 2
     assert (len(run.calls), run.consumer.stats.succeeded) == (1, 1)
-
-
-# Limits that change
 
 
 @together(PLAIN)

@@ -45,9 +45,6 @@ class Clock:
         return self.now
 
 
-# Retries
-
-
 def test_the_transport_s_retries_are_24_attempts() -> None:
     retries = Retries()
     decisions = [retries.decide(attempt) for attempt in range(1, 25)]
@@ -82,9 +79,6 @@ def test_retries_end_after_their_total(immediate: int, delayed: int, delays: lis
     assert [isinstance(decision, Retry) for decision in decisions] == [True] * (retries.total - 1) + [False]
     late = [decision.after for decision in decisions[immediate : -1 : immediate + 1] if isinstance(decision, Retry)]
     assert late == [delays[min(place, len(delays) - 1)] * SECONDS for place in range(delayed)]
-
-
-# Decisions
 
 
 def test_the_policy_overrides_the_handler_and_the_handler_overrides_the_retries() -> None:
@@ -122,9 +116,6 @@ def test_an_object_that_is_no_decision_is_refused() -> None:
     for answer in (True, "retry", Reject, ValueError()):
         with pytest.raises(TypeError, match="must be a Retry, Reject, Handled or None"):
             checked(answer)
-
-
-# Evidence
 
 
 def test_the_reason_of_the_decision_comes_first() -> None:
@@ -204,9 +195,6 @@ def test_a_stack_trace_that_cannot_be_formatted_in_one_piece_is_recorded(monkeyp
     assert "KeyError: 'x'" in failure_headers(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
 
 
-# 50: the circuit breaker
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the circuit breaker, whose pauses do not vary."""
@@ -276,9 +264,6 @@ def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:
         assert is_trouble(error)
     assert not is_trouble(mistake)
     assert not is_trouble(ValueError())
-
-
-# Arguments
 
 
 def nothing(_: Any) -> None:

@@ -27,9 +27,6 @@ from pgqueue.consumer.timings import timings
 Connection = psycopg.Connection[Any]
 
 
-# A database that cannot be reached
-
-
 def made(kind: Any, *arguments: Any, **settings: Any) -> tuple[Any, Callable[[], None]]:
     """A consumer of either kind whose handler does nothing, and what runs it until it ends."""
 
@@ -146,9 +143,6 @@ def test_the_liveness_file_is_not_touched_while_the_event_loop_is_blocked(
         made(Consumer, database, name, liveness_file=5)
 
 
-# Waiting
-
-
 @each_of(PAIR[:1])
 def test_the_loss_of_the_listener_is_noticed_at_once(case: Case) -> None:
     queue = case.prepare()
@@ -201,9 +195,6 @@ def test_a_look_that_may_have_missed_messages_is_repeated(case: Case, monkeypatc
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         queue.enqueue_batch(list(range(60)))
         wait_for(lambda: len(run.returned) == 60)
-
-
-# Running
 
 
 @each_of([PAIR[0], OTHER_PAIR[0]])

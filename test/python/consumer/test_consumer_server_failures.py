@@ -26,7 +26,6 @@ from consumers import (
     SECOND,
     Case,
     Form,
-    Run,
     Step,
     are_idle,
     cut,
@@ -53,9 +52,6 @@ def kill(step: Step) -> None:
     """End the connection of a step from beside."""
     with connect(step.connection.info.dsn + " dbname=" + step.connection.info.dbname) as beside:
         beside.execute("select pg_terminate_backend(%s, 5000)", (step.connection.info.backend_pid,))
-
-
-# Connections that die
 
 
 @pytest.mark.parametrize(("form", "size"), [(SYNC_LEASE, None), (ASYNC_LEASE, 2)], ids=str)
@@ -134,9 +130,6 @@ def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(cas
     assert case.rows(f'select n from "{case.name}"') == [(1,)]
 
 
-# A crash of the server
-
-
 def kill_process(process: int, how: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(process, how)
@@ -171,9 +164,6 @@ def test_a_message_whose_claim_a_server_crash_undid_is_delivered_again(form: For
         wait_for(lambda: run.attempts == [1, 1])
         with connect(server.dsn) as connection:
             wait_for(lambda: is_empty(connection, name))
-
-
-# Servers that do not write
 
 
 @each_of(MIXED)
@@ -248,24 +238,8 @@ def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(cas
         case.execute(f'drop function if exists "{case.name}" cascade')
 
 
-# Rows that are locked
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers extend their claims again and again, however long these last."""
-    extend_often(monkeypatch)
-
-
 def lock(session: Connection, message: int) -> None:
     session.execute("select from pgqueue.messages where id = %s for update", (message,))
-
-
-def extend_beside_a_lock(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Wait until a message was found to be locked, and claims of others were extended again and again."""
-    wait_for(lambda: "is locked by a transaction" in caplog.text)
-    before = run.consumer.stats.extended
-    wait_for(lambda: run.consumer.stats.extended > before + 2)
 
 
 @pytest.mark.parametrize(
@@ -273,10 +247,10 @@ def extend_beside_a_lock(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     [(PAIR[0], True), (ASYNC_LEASE, False), (OTHER_PAIR[0], False), (SYNC_LEASE, True)],
     ids=str,
 )
-@pytest.mark.usefixtures("often")
 def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
-    case: Case, is_taken: bool, caplog: pytest.LogCaptureFixture
+    case: Case, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    extend_often(monkeypatch)
     queue = case.prepare(visibility_timeout=LONG)
     locked, _ = queue.enqueue_batch(["locked", "other"])
     go_on = threading.Event()
@@ -294,7 +268,9 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
         with session.transaction():
             lock(session, locked)
             ended = rows(session, claim_end, locked)
-            extend_beside_a_lock(run, caplog)
+            wait_for(lambda: "is locked by a transaction" in caplog.text)
+            before = run.consumer.stats.extended
+            wait_for(lambda: run.consumer.stats.extended > before + 2)  # claims of others
             assert case.rows(claim_end, locked) == ended
             assert run.consumer.stats.lost == 0
             if is_taken:
@@ -362,8 +338,10 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(case: Case, monkeypa
 
 
 @each_of([PAIR[0]])
-@pytest.mark.usefixtures("often")
-def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(form: Form, name: str) -> None:
+def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
+    form: Form, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extend_often(monkeypatch)
     go_on = threading.Event()
 
     with ExitStack() as stack:
@@ -506,9 +484,6 @@ def test_a_message_sent_during_prepare_wait_is_not_missed(
             assert heard.wait(PATIENCE)
             connection.execute("select pg_advisory_unlock(1)")
             wait_for(lambda: run.returned == [1])
-
-
-# The transaction is the consumer's
 
 
 @each_of([SYNC_LEASE, ASYNC_RECEIVE])

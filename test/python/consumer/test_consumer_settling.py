@@ -54,9 +54,6 @@ async def turn_until(happened: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-# The circuit
-
-
 def test_one_handler_runs_while_the_circuit_is_open() -> None:
     parts = runtime(circuit_breaker_after=timedelta(0))
     assert parts.limit == 4
@@ -110,9 +107,6 @@ async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_c
     assert parts.stats.circuit == "armed"
 
 
-# Connections
-
-
 @pytest.mark.parametrize("proxied", [False, True])
 async def test_only_claims_use_asynchronous_commit_and_not_on_a_pooled_connection(proxied: bool, database: str) -> None:
     parts = runtime(database)
@@ -123,9 +117,6 @@ async def test_only_claims_use_asynchronous_commit_and_not_on_a_pooled_connectio
         assert await parts.execute_shared(parts.settling, question) == ["on"]
     finally:
         await parts.close()
-
-
-# Settlements
 
 
 class Desk:
@@ -377,9 +368,6 @@ async def test_an_extension_that_comes_too_late_concerns_no_settled_or_released_
     assert await desk.claims.release(held[1:2]) == []
     desk.claims.extended(held, set())
     assert [one.state for one in held] == [State.SETTLING, State.RELEASED, State.LOST]
-
-
-# Looking and waiting
 
 
 class Watch:

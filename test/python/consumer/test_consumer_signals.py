@@ -18,9 +18,10 @@ Connection = psycopg.Connection[Any]
 # Handlers wait for the file "open". The consumer's records of a stop are printed, without its name. The last line shows
 # whether the handlers of signals are as they were before. Nothing ends by itself.
 PROGRAM = """
-import asyncio, logging, multiprocessing, os, signal, sys, threading, time, pgqueue
+import asyncio, datetime, logging, multiprocessing, os, signal, sys, threading, time, pgqueue
 from pgqueue.consumer.timings import timings
 timings.cancel = timings.end_calls = timings.release = 120.0
+grace = datetime.timedelta(minutes=10)
 flavour, conninfo, queue, home = sys.argv[1:]
 
 class Records(logging.Handler):
@@ -56,14 +57,15 @@ def handlers():
 
 async def run():
     before = handlers()
-    await asyncio.gather(*[pgqueue.AsyncConsumer(conninfo, name, handle_async).run() for name in queue.split()])
+    consumers = [pgqueue.AsyncConsumer(conninfo, name, handle_async, grace_period=grace) for name in queue.split()]
+    await asyncio.gather(*[consumer.run() for consumer in consumers])
     print("back" if handlers() == before else "changed", flush=True)
 
 if flavour == "async":
     asyncio.run(run())
 else:
     before = handlers()
-    consumer = pgqueue.Consumer(conninfo, queue, fork if flavour == "forking" else handle)
+    consumer = pgqueue.Consumer(conninfo, queue, fork if flavour == "forking" else handle, grace_period=grace)
     if flavour == "thread":
         thread = threading.Thread(target=consumer.run)
         thread.start()
@@ -119,7 +121,7 @@ def program(flavour: str, database: str, queue: str, home: Path) -> Iterator[Pro
             process.kill()
 
 
-WAITS = "stopping: 1 handler may run for 25 s"
+WAITS = "stopping: 1 handler may run for 600 s"
 CANCELS = "stopping: 1 handler cancelled"
 
 

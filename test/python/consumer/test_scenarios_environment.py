@@ -37,9 +37,6 @@ from pgqueue.embedded import EmbeddedServer
 Connection = psycopg.Connection[Any]
 
 
-# 50: the circuit breaker
-
-
 def test_the_circuit_is_armed_opens_and_closes_again(
     database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +97,6 @@ def test_errors_of_handlers_do_not_arm_the_circuit(case: Case) -> None:
     assert (run.circuits, run.criticals) == ([], [])
 
 
-# H5: an error that the handler swallows
-
-
 @each_of(CROSSED[1:])
 def test_an_error_that_the_handler_swallows_does_not_lose_the_message(case: Case) -> None:
     queue = case.prepare()
@@ -157,8 +151,6 @@ def test_a_handler_that_ends_the_transaction_fails_its_message(case: Case, verb:
     else:
         assert 1 in worked
 
-
-# H9, H10: the role that runs it, and the isolation level
 
 one_at_a_time = threading.Lock()
 
@@ -276,9 +268,6 @@ def test_a_handler_that_always_meets_a_serialization_failure_ends_in_the_dead_le
         wait_for(case.is_empty)
     assert run.returned == ["good"]
     assert run.circuits == []
-
-
-# H14: the server goes away
 
 
 @pytest.fixture(scope="module")

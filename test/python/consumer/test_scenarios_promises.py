@@ -37,8 +37,6 @@ from pgqueue.telemetry import inject, instrument
 
 Connection = psycopg.Connection[Any]
 
-# Waking
-
 
 @together(PAIR)
 def test_an_idle_consumer_makes_a_dead_letter_of_a_message_whose_last_consumer_died(case: Case) -> None:
@@ -75,9 +73,6 @@ def test_no_message_is_missed_while_the_consumer_waits(case: Case) -> None:
             queue.enqueue(number)
             wait_for(lambda: len(run.returned) > number)  # noqa: B023
     assert run.returned == list(range(40))
-
-
-# Leases
 
 
 @pytest.mark.parametrize("seconds", [0, pytest.param(20, marks=pytest.mark.long(part="consumer"))])
@@ -215,9 +210,6 @@ def test_a_stop_gives_prefetched_messages_back(case: Case, force: bool) -> None:
     assert sum(event.count for event in run.events if event.kind == "released") == left
 
 
-# Batches
-
-
 @each_of(CROSSED)
 def test_only_the_failing_message_of_a_batch_fails(case: Case) -> None:
     queue = case.prepare(max_attempts=2)
@@ -274,9 +266,6 @@ def test_messages_of_a_batch_may_have_different_outcomes(case: Case, how: str) -
     stats = run.consumer.stats
     assert (stats.succeeded, stats.retried, stats.dead, stats.lost) == (3, 1, 1, 0)
     assert run.criticals == []
-
-
-# Life of a consumer
 
 
 @pytest.mark.parametrize("verb", ["request_stop", "stop"])
@@ -350,9 +339,6 @@ def test_two_consumers_share_a_queue_and_log_no_warning(case: Case, caplog: pyte
     assert sorted(one.returned + two.returned) == list(range(30))
     assert set(one.attempts + two.attempts) == {1}
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-# Being seen
 
 
 @pytest.mark.parametrize(("form", "level"), [*zip(PAIR, [logging.INFO, logging.DEBUG], strict=True)], ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import CONTEXT, PATIENCE, connect, is_empty, wait_for
+from clients import CONTEXT, PATIENCE, is_empty, wait_for
 from consumers import (
     CROSSED,
     FORMS,
@@ -17,14 +17,12 @@ from consumers import (
     NOW,
     THREADS,
     Case,
-    Form,
     Interrupted,
     Step,
     attempts,
     each_of,
     failing,
     prepare,
-    rows,
     together,
     victims,
     waits_for_handlers,
@@ -37,13 +35,6 @@ from pgqueue.consumer.timings import timings
 Connection = psycopg.Connection[Any]
 
 STRANGE = {"größe": "übergroß", "队列": "消息 \u3000", "📬": "👩‍👩‍👧 \U0001f600", "‮rtl": "\u202d", "e\u0301": "\xe9"}
-
-
-def count(connection: Connection, table: str) -> int:
-    return len(rows(connection, f"select from {table}"))
-
-
-# 1, 12, 13
 
 
 @each_of(CROSSED)
@@ -81,9 +72,6 @@ def test_changing_headers_after_the_call_does_not_change_the_message(queue: Any)
     assert (message.headers, message.payload) == ({"a": 1}, [1])
 
 
-# 2 to 6: the policy
-
-
 @together(MIXED)
 def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(case: Case) -> None:
     new_id = case.prepare().enqueue({"n": 1}, headers={"h": "ü"})
@@ -107,35 +95,6 @@ def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(case: 
         assert failure.delivery.queue_name == case.name
     assert (run.criticals, run.circuits) == ([], [])
     assert Queue(case.connection, case.name).stats().dead_messages == 0
-
-
-@together(CROSSED)
-def test_the_next_consumer_continues_the_count_of_attempts(case: Case) -> None:
-    queue = case.prepare()
-    queue.enqueue(1)
-    seen: list[tuple[int, str | None]] = []
-
-    async def work(step: Step) -> None:
-        seen.append((step.attempt, step.message.last_error))
-        raise ValueError(f"attempt {step.attempt}")
-
-    async def policy(step: Step) -> Any:
-        assert step.failure is not None
-        with connect(case.database) as beside:
-            Queue(beside, case.name).pause_queue()
-        return Retry(NOW) if step.failure.attempt < 3 else Handled()
-
-    for number in (1, 2, 3):
-        with case.consuming(work, policy=policy):
-            wait_for(lambda: len(seen) == number and queue.get_queue().paused_at)  # noqa: B023
-        queue.resume_queue()
-    assert [attempt for attempt, _ in seen] == [1, 2, 3]
-    assert seen[0][1] is None
-    assert [(error or "").splitlines()[0] for _, error in seen[1:]] == [
-        "ValueError: attempt 1",
-        "ValueError: attempt 2",
-    ]
-    assert case.is_empty()
 
 
 @together(MIXED)
@@ -165,27 +124,21 @@ def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled
     [(CROSSED[0], "retry, please"), *((form, KeyError("the policy's")) for form in CROSSED[1:])],
     ids=str,
 )
-def test_a_policy_that_never_decides_loses_no_message(
-    form: Form, answer: Any, database: str, connection: Connection, name: str
-) -> None:
-    new_id = prepare(connection, name, max_attempts=2).enqueue(1)
+def test_a_policy_that_never_decides_loses_no_message(case: Case, answer: Any) -> None:
+    new_id = case.prepare(max_attempts=2).enqueue(1)
 
     async def policy(_: Step) -> Any:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    with form.consuming(database, name, failing(ValueError("the handler's")), policy=policy) as run:
-        [dead] = wait_for(lambda: Queue(connection, name).browse_dead_messages())
+    with case.consuming(failing(ValueError("the handler's")), policy=policy) as run:
+        [dead] = case.dead_letters()
     assert (dead.id, dead.reason, dead.attempt_count) == (new_id, "attempts_exhausted", 2)
-    assert dead.last_error.startswith("ValueError: the handler's")
+    assert (dead.last_error or "").startswith("ValueError: the handler's")
     assert run.attempts == [1, 2]
     assert len(run.failures) == 4
     assert {type(error) for error, _ in run.criticals} == {KeyError if isinstance(answer, Exception) else TypeError}
-    assert is_empty(connection, name)
-
-
-# 7 to 10: what is sent, and what is changed, before a failure
 
 
 def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
@@ -251,9 +204,6 @@ def test_every_attempt_sees_the_headers_that_were_sent(case: Case) -> None:
     assert shown == [str(sent)] * 2
 
 
-# 14, 15: concurrency
-
-
 @together(MIXED)
 def test_the_limit_may_change_while_handlers_run(case: Case) -> None:
     queue = case.prepare()
@@ -299,9 +249,6 @@ def test_the_limit_may_change_while_handlers_run(case: Case) -> None:
     assert run.most == 10
     assert sorted(run.returned) == list(range(40))
     assert set(run.attempts) == {1}
-
-
-# 16 to 19: stopping
 
 
 @together(CROSSED)
@@ -404,7 +351,7 @@ def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(case:
         wait_for(lambda: queue.peek() == 1)
     assert run.returned == [1]
     assert case.attempts() == [0]
-    assert count(case.connection, f'"{case.name}"') == 0
+    assert case.rows(f'select n from "{case.name}"') == []
     assert (run.failures, run.criticals, run.consumer.stats.succeeded) == ([], [], 0)
 
 
@@ -436,7 +383,7 @@ def test_a_thread_that_ignores_the_stop_does_not_block_it(case: Case, monkeypatc
             gate.set()
         wait_for(out.is_set)
     assert case.attempts() == [0]
-    assert count(case.connection, f'"{case.name}"') == 0
+    assert case.rows(f'select n from "{case.name}"') == []
     assert run.failures == []
 
 
@@ -461,9 +408,6 @@ def test_a_consumer_can_be_started_again(case: Case) -> None:
             run.start()
             wait_for(case.is_empty)
     assert sorted(run.returned) == [-3, -2, -1, 0, 1, 2, 3]
-
-
-# 21
 
 
 @each_of(MIXED[1:])

@@ -21,7 +21,6 @@ from consumers import (
     Form,
     Step,
     each_of,
-    failing,
     prepare,
     rows,
     together,
@@ -38,7 +37,6 @@ from pgqueue.consumer.timings import timings
 Connection = psycopg.Connection[Any]
 
 MILLISECOND = timedelta(milliseconds=1)
-# 23, 42: delays
 
 
 @together(MIXED)
@@ -54,8 +52,6 @@ def test_a_delayed_message_is_delivered_when_its_delay_ends(case: Case) -> None:
         wait_for(lambda: run.returned == ["soon"])
     assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
 
-
-# 26: poison
 
 RAW: dict[str, tuple[str, Any]] = {
     "no payload and no body": ("payload", None),
@@ -122,37 +118,6 @@ def test_no_row_inserted_by_plain_sql_blocks_later_messages(case: Case, caplog: 
     assert all(record.levelno < logging.CRITICAL for record in caplog.records)
 
 
-# 32, 33: queues that do not exist
-
-
-@together(MIXED)
-def test_messages_sent_by_a_handler_arrive_all_or_none(case: Case) -> None:
-    one, two = prepare(case.connection, f"{case.name}-one"), prepare(case.connection, f"{case.name}-two")
-    case.prepare(max_attempts=1).enqueue_batch(["two", "nowhere"])
-
-    async def work(step: Step) -> None:
-        names = (one.name, f"{case.name}-{step.message.payload}")
-        if step.connection is not None:
-            for queue in names:
-                await step.send(queue, f'"{step.message.payload}"')
-            return
-        with psycopg.connect(case.database) as sender:
-            for queue in names:
-                Queue(sender, queue).enqueue(step.message.payload)
-
-    with case.consuming(work):
-        [dead] = case.dead_letters()
-    assert (dead.payload, dead.reason) == ("nowhere", "attempts_exhausted")
-    error = dead.last_error or ""
-    assert error.startswith(("pgqueue.errors.QueueNotFound: ", "QueueNotFound: "))
-    assert f"{case.name}-nowhere" in error
-    assert [message.payload for message in one.browse()] == ["two"]
-    assert [message.payload for message in two.browse()] == ["two"]
-
-
-# 30: whose connection
-
-
 @each_of(MIXED)
 def test_connections_come_from_the_function_that_the_user_passes(case: Case) -> None:
     queue = case.prepare(max_attempts=2)
@@ -193,9 +158,6 @@ def test_connections_come_from_the_function_that_the_user_passes(case: Case) -> 
     assert found == ([(1,), (2,), (3,)] if case.form.is_transactional else [])
     assert all(own.closed for own in made)
     wait_for(lambda: not case.rows(backends, case.name))
-
-
-# 35: empty receives
 
 
 @pytest.fixture
@@ -300,25 +262,6 @@ def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied:
     assert sorted(run.returned) == list(range(9))
 
 
-# 36, 39, 40, 56: time to live
-
-
-@together(CROSSED)
-def test_an_expired_message_is_not_handled_and_is_removed(case: Case) -> None:
-    queue = case.prepare()
-    queue.enqueue("expires", expires_in=MILLISECOND)
-    queue.enqueue("stays")
-    expired = "select 1 from pgqueue.messages where queue_name = %s and expires_at < clock_timestamp()"
-    wait_for(lambda: case.rows(expired, case.name))
-    with case.consuming() as run:
-        wait_for(case.is_empty)
-        queue.enqueue("expires", expires_in=NOW)
-        wait_for(case.is_empty)
-    assert run.returned == ["stays"]
-    assert queue.stats().dead_messages == 0
-    assert run.failures == []
-
-
 @pytest.mark.parametrize("batch_size", [9, 10, 11])
 def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
     database: str, connection: Connection, name: str, batch_size: int
@@ -339,28 +282,6 @@ def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
     assert queue.purge_expired() == 0
 
 
-@together(PAIR)
-def test_a_dead_letter_does_not_expire(case: Case) -> None:
-    queue = case.prepare(max_attempts=1)
-    new_id = queue.enqueue(1, expires_in=timedelta(hours=1))
-    with case.consuming(failing()):
-        case.dead_letters()
-        # Its time passes.
-        case.execute(
-            "update pgqueue.dead_messages set expires_at = clock_timestamp() - interval '1 s' where id = %s", (new_id,)
-        )
-        queue.enqueue(2)
-        wait_for(lambda: queue.stats().dead_messages == 2)
-    assert queue.purge_expired() == 0
-    queue.claim(10)
-    assert len(queue.browse_dead_messages(after_id=new_id - 1)) == 2
-    assert queue.redrive(1) == 1
-    assert [(message.id, message.expires_at) for message in queue.claim()] == [(new_id, None)]
-
-
-# 44: unusual names
-
-
 @pytest.mark.parametrize(
     ("form", "special"), [*zip(PAIR * 3, ["-", "--", "0-0", "q" * 128, "_" * 54, "-" * 55], strict=True)], ids=str
 )
@@ -376,9 +297,6 @@ def test_a_consumer_of_an_unusual_queue_name_is_notified(
             wait_for(lambda: run.returned == [1])
     finally:
         queue.drop_queue()
-
-
-# 46, 47, 57, 58: whose transaction
 
 
 @together(MIXED)
