@@ -255,7 +255,7 @@ class Consumer(_Base):
         run_to_end(self._start())
 
     def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when the consumer has ended; at once if the caller is a handler or a callback.
+        """Stop, and return when the consumer has ended; at once for a handler, a callback, or a signal during `run`.
 
         Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then
         `delivery.cancelled` becomes true, and their messages are given back at once, without an attempt counted. Does
