@@ -494,7 +494,8 @@ def test_administrative_acts_are_recorded(web: Server) -> None:
     token = make_token(web, name)
     place = f"{SERVICE}/{web.site.databases[0]}/order-1"
     web.until(lambda: by_token(web, token, "/v1/queues").status_code == 200)
-    by_token(web, token, "/v1/queues/order-1/redrive", "POST", json={})
+    for to in ({}, {"to_queue": "order-none"}):
+        by_token(web, token, "/v1/queues/order-1/redrive", "POST", json=to)
     web.post("/v1/queues/order-1/purge_dead_messages", {}, auth=("the-producer", ADMIN[1]))
     web.post("/v1/queues/order-1/enqueue", {"messages": [{"payload": 1}]})  # is none
     form = {"payload": "1", "replaces": "1"}
@@ -523,6 +524,7 @@ def test_administrative_acts_are_recorded(web: Server) -> None:
 
     expected = {
         ("admin", name, "POST redrive", place, 200),
+        ("admin", name, "POST redrive", place, 404),
         ("the-producer", None, "POST purge_dead_messages", place, 403),
         ("the-producer", None, "POST send", place, 403),
     } | {("the-admin", None, f"POST {act}", place, status) for act, (_, status) in acts.items()}

@@ -15,7 +15,7 @@ from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import MessageIds, naming
 from ..errors import ApiError
 from ..idempotency import Answer, EffectKey, run_once
-from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need
+from ..security.rights import ADMIN, CONSUMER, SENDER, SUBSCRIBER, Need, current
 from . import structs
 from .structs import storable_text, text_of
 
@@ -113,7 +113,10 @@ class Verb:
         """Call the function for the queue of a request."""
         number, given = 0, _arguments(body)
         if (to_queue := getattr(body, "to_queue", None)) is not None:
-            target_of(target.call, to_queue)
+            try:
+                target_of(target.call, to_queue)
+            finally:
+                current().place = target.place  # for the audit
 
         async def effect(connection: Connection) -> Answer:
             nonlocal number
