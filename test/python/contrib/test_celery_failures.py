@@ -21,7 +21,7 @@ import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.long(part="brokers")
-TIMEOUT = 3  # seconds of visibility
+TIMEOUT = 6  # seconds of visibility
 OPTIONS = {"visibility_timeout": TIMEOUT}
 
 
