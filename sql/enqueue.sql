@@ -180,10 +180,13 @@ declare
     new_id bigint;
 begin
     -- One expression, as each further one would have to be prepared in every transaction.
-    if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null then
+    if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null
+        or on_duplicate is distinct from 'keep'
+    then
         if queue_name is null then
             perform pgqueue._raise('queue_not_found', queue_name);
         end if;
+        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
         if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
             perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
         end if;
@@ -271,7 +274,6 @@ declare
     gone bigint[] := '{}'::bigint[];
     lost bigint[];
 begin
-    perform pgqueue._check_dedup(dedup_keys, on_duplicate);
     loop
         holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
         exit when on_duplicate = 'keep';
@@ -375,6 +377,9 @@ begin
             from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
             order by u.n
         );
+    end if;
+    if dedup_keys is not null or on_duplicate is distinct from 'keep' then
+        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)

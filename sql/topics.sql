@@ -130,7 +130,7 @@ begin
     select * into smallest from pgqueue.queues q where q.name = any (names) order by q.max_payload_bytes limit 1;
     smallest.name := coalesce(smallest.name, '');
     perform pgqueue._check_enqueue(delay, expires_in), pgqueue._check_content(smallest, payload, body, headers);
-    if dedup_key is not null then
+    if dedup_key is not null or on_duplicate is distinct from 'keep' then
         perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
     end if;
 end;
