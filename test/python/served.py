@@ -173,9 +173,7 @@ class Application(Server):
 
 
 @contextmanager
-def serving(
-    config: Path, directory: Path, *words: str, role: str = "all", ready: bool = True, **variables: Any
-) -> Iterator[Server]:
+def serving(config: Path, directory: Path, *words: str, role: str = "all", **variables: Any) -> Iterator[Server]:
     """Run a server, or an agent, on any port."""
     directory.mkdir(parents=True, exist_ok=True)
     arguments = ("serve", "--config", str(config), "--role", role, "--port", "0", *words)
@@ -190,8 +188,7 @@ def serving(
         found = command.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", command.err), START_SECONDS)
         server = Server(command, found[1])
         stack.callback(server.http.close)
-        if ready:
-            server.until(lambda: server.get("/readyz").status_code == 200, START_SECONDS)
+        server.until(lambda: server.get("/readyz").status_code == 200, START_SECONDS)
         yield server
 
 
@@ -296,12 +293,6 @@ def waiters(dsn: str, statement: str = "%") -> list[int]:
             [statement],
         ).fetchall()
     return [pid for (pid,) in rows]
-
-
-def terminate(dsn: str, pids: list[int]) -> None:
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        for pid in pids:
-            connection.execute("select pg_terminate_backend(%s, 5000)", [pid])
 
 
 class DirectQueue:

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import commands
 import httpx
 import pytest
 from clients import PATIENCE
-from served import ADMIN, HASH, Site, in_process, new_name
+from served import ADMIN, HASH, Site, in_process, new_name, serving
 
 if TYPE_CHECKING:
     import uvicorn
@@ -282,23 +281,15 @@ def test_without_a_file_serve_uses_the_given_database(empty_database: Callable[[
         assert command.end().status == 0
 
 
-async def test_tasks_are_pending_while_no_agent_runs(
-    empty_database: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent is that of `--role agent`, which a signal stops."""
-    config = await asyncio.to_thread(lambda: Site(empty_database).configuration(tmp_path))
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-
-    def is_active(name: str) -> bool:
-        return web.status(name) == "Active"
-
+def test_tasks_are_pending_while_no_agent_runs(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    config = Site(empty_database).configuration(tmp_path)
     with in_process(config, "controller") as web:
         name, other = new_name(), new_name()
         web.create(name, wait=False)
-        agent = asyncio.create_task(server._run_agent(Settings.load(config)))
-        await asyncio.to_thread(web.until, partial(is_active, name))
-        os.kill(os.getpid(), signal.SIGTERM)
-        await agent
+        with serving(config, tmp_path, role="agent") as agent:
+            agent.until(lambda: web.status(name) == "Active")
+            agent.command.signal(signal.SIGTERM)
+            assert agent.command.end().status == 0
         web.create(other, wait=False)
         task = web.post(f"{web.queues}/{name}/stats").json()["task_id"]
         answer = web.get(f"{web.queues}/{name}/stats", params={"task_id": task})
