@@ -1858,30 +1858,39 @@ returns boolean language sql immutable parallel safe as $$
         and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
 $$;
 
+-- Before PostgreSQL 18 a function in SQL that is not inlined makes its plan in each call, one in PL/pgSQL keeps it.
 create function pgqueue._level_registers(q pgqueue.queues) returns regclass[]
-language sql stable as $$
-    select array(
-        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
+language plpgsql stable as $$
+begin
+    return array(
+        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n);
+end;
 $$;
 
 create function pgqueue._level_floors(registers regclass[]) returns bigint[]
-language sql volatile as $$
+language plpgsql volatile as $$
+begin
     -- A register that is ahead of all messages, for example after a restore, would hide new ones.
-    select array(
+    return array(
         select greatest(
             (u.n - 1) << 59,
             least(
                 pgqueue._register_value(u.register),
                 ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
         from unnest(registers) with ordinality as u (register, n)
-    )
+    );
+end;
 $$;
 
 create function pgqueue._passed_levels(q pgqueue.queues, first_id bigint) returns int8multirange
-language sql volatile as $$
-    select coalesce(range_agg(int8range(pgqueue._level_start(f) + first_id, f)), '{}')
-    from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f
-    where pgqueue._level_start(f) + first_id < f
+language plpgsql volatile as $$
+begin
+    return (
+        select coalesce(range_agg(int8range(pgqueue._level_start(f) + first_id, f)), '{}')
+        from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f
+        where pgqueue._level_start(f) + first_id < f
+    );
+end;
 $$;
 comment on function pgqueue._passed_levels(pgqueue.queues, bigint) is
 'The positions that claims have passed, from the place first_id on: no message has a lower place.';
