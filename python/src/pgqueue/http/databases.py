@@ -34,6 +34,7 @@ Place = tuple[str, str] | None  # service and database; None is the control data
 
 # Of a body: the copies made of it take several times as much memory.
 LARGE_BYTES: Final = 2 * 1024 * 1024
+_LARGE_VALUES: Final = frozenset((Json, Jsonb))  # what as_json makes of a large body
 _HOLDS_SECONDS: Final = 1.0  # an answer of the control database
 _RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
@@ -74,8 +75,8 @@ async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple
         set_json_loads(lambda text: text, cursor)
         if isinstance(connection, _Connection):
             connection.raw_cursor = cursor
-    if isinstance(connection, _Connection) and any(isinstance(each, (Json, Jsonb)) for each in values):
-        connection.keeps_memory = True  # see as_json
+    if not _LARGE_VALUES.isdisjoint(map(type, values)) and isinstance(connection, _Connection):
+        connection.keeps_memory = True
     await cursor.execute(text, values)
     rows: list[tuple[Any, ...]] = await cursor.fetchall()
     last = rows[0][-1] if rows else None
