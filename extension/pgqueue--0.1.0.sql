@@ -2148,8 +2148,13 @@ comment on function pgqueue._lock_queue_without_archive(text) is
 create function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._finish_time() returns timestamptz
-language sql volatile as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
+language plpgsql volatile as $$
+begin
+    return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
+end;
+$$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
@@ -5199,13 +5204,17 @@ $$;
 create function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
 language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
-language sql volatile as $$
+language plpgsql volatile as $$
+declare
+    used_until constant bigint := pgqueue._register_value(pgqueue._rate_register(q));
+begin
     -- A time that is more than a period ahead was set before the clock was set back.
-    select greatest(
+    return greatest(
         now_micros - pgqueue._rate_period_micros(q),
-        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
-    from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
+        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end);
+end;
 $$;
 
 create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)

@@ -14,8 +14,13 @@ comment on function pgqueue._lock_queue_without_archive(text) is
 create or replace function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._finish_time() returns timestamptz
-language sql volatile as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
+language plpgsql volatile as $$
+begin
+    return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
+end;
+$$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';

@@ -25,13 +25,17 @@ $$;
 create or replace function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
 language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
-language sql volatile as $$
+language plpgsql volatile as $$
+declare
+    used_until constant bigint := pgqueue._register_value(pgqueue._rate_register(q));
+begin
     -- A time that is more than a period ahead was set before the clock was set back.
-    select greatest(
+    return greatest(
         now_micros - pgqueue._rate_period_micros(q),
-        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
-    from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
+        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end);
+end;
 $$;
 
 create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
