@@ -94,9 +94,10 @@ end;
 $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
-statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
-once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
-if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
+statement_timeout has passed, and has then removed some: repeat it until it returns 0 or, as each schedule adds its next
+tick again, the number of schedules. A dedicated table is truncated at once. Dead letters stay. Streams stay, too, but
+lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds messages or a
+dedicated table, or if a dump is running and the queue is dedicated.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues) returns bigint
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$

@@ -128,46 +128,36 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
-create or replace function pgqueue._is_removable(r pgqueue.results) returns boolean
+create or replace function pgqueue._is_removable(queue_name text, id bigint, status text) returns boolean
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 begin
-    -- A message that is still there, or can be sent again, keeps its result.
-    return r.finished_at is not null or not (
-        exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-        or exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)
-        or exists (select from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id));
+    -- A message that is still there, or can be sent again, keeps its result. One that has succeeded was acknowledged.
+    return _is_removable.status = 'successful' or not (
+        exists (select from pgqueue.messages m where m.queue_name = _is_removable.queue_name and m.id = _is_removable.id)
+        or exists (select from pgqueue.scheduled_messages s where s.queue_name = _is_removable.queue_name and s.id = _is_removable.id)
+        or exists (select from pgqueue.dead_messages d where d.queue_name = _is_removable.queue_name and d.id = _is_removable.id));
 end;
 $$;
 
--- Deletes results that have expired before a time or, if a queue is given, those of the queue that ended before it.
-create or replace function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int) returns bigint
-language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with gone as (
-        delete from pgqueue.results r
-        -- Two searches, as PostgreSQL 17 and earlier plan the statement for all queues.
-        where r.ctid = any (case when q.name is null
-            then array(
-                select c.ctid from pgqueue.results c
-                where c.expires_at <= before and pgqueue._is_removable(c)
-                order by c.expires_at limit batch_size for update skip locked)
-            else array(
-                select c.ctid from pgqueue.results c
-                where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before and pgqueue._is_removable(c)
-                order by c.id limit batch_size for update skip locked)
-        end)
-        returning 1
-    )
-    select count(*) from gone
-$$;
-
 create or replace function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
-returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    before timestamptz;
+    purged bigint;
 begin
     perform pgqueue._require(pgqueue._is_interval_between(min_age, '0', '3652.5 days'),
         'min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
-    return pgqueue._purge_results(q, pgqueue._add_interval(pgqueue._now(), -min_age), 10000);
+    before := pgqueue._add_interval(pgqueue._now(), -min_age);
+    delete from pgqueue.results r
+    where r.ctid = any (array(
+        select c.ctid from pgqueue.results c
+        where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before
+            and pgqueue._is_removable(c.queue_name, c.id, c.status)
+        order by c.id limit 10000 for update skip locked));
+    get diagnostics purged = row_count;
+    return purged;
 end;
 $$;
 comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
@@ -176,9 +166,25 @@ until it returns 0. Results of messages that are ready, scheduled, in flight or 
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
 
 create or replace function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
-language sql volatile as $$
+language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+    with expired as materialized (
+        select c.ctid as place, c.queue_name, c.id, c.status from pgqueue.results c
+        where c.expires_at <= at
+        order by c.expires_at limit 1000 for update skip locked
+    ),
+    found as materialized (
+        select e.place, pgqueue._is_removable(e.queue_name, e.id, e.status) as is_removable from expired e
+    ),
+    gone as (
+        delete from pgqueue.results r where r.ctid = any (array(select f.place from found f where f.is_removable))
+    ),
+    -- Otherwise each call would look for the messages of all results that stay.
+    kept as (
+        update pgqueue.results r set expires_at = pgqueue._add_interval(at, greatest(r.expires_in, '1 h'))
+        where r.ctid = any (array(select f.place from found f where not f.is_removable))
+    )
     select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
-    where pgqueue._purge_results(null, at, 1000) = 1000
+    where (select count(*) from found) = 1000
 $$;
 
 create or replace function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
