@@ -2569,9 +2569,11 @@ create function pgqueue.alter_queue(
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
 set jit = off as $$
 declare
-    q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    q pgqueue.queues;
     before pgqueue.queues;
 begin
+    -- Not in a declaration: the handler below does not cover those.
+    perform pgqueue._get_locked_queue(queue_name);
     select queues.* into before from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     if not alter_queue.counters and before.counters then
         perform pgqueue._raise_invalid('counters', 'false',
