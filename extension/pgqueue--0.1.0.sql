@@ -4287,14 +4287,16 @@ begin
         -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
         -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
         -- write transaction can keep first_check_at far below them.
-        if cardinality(moved_ids) >= 50 then
+        if cardinality(moved_ids) >= 50 and pgqueue._has_time() then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
-        perform pgqueue._record_if_old(q);
+        if pgqueue._has_time() then
+            perform pgqueue._record_if_old(q);
+        end if;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -4950,7 +4952,7 @@ returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
-    is_maintenance_due constant boolean :=
+    is_maintenance_due boolean :=
         pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
     -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
@@ -4966,6 +4968,7 @@ declare
     spent_ids bigint[] := '{}'::bigint[];
     walks int := 0;
     candidate_ids bigint[] := '{}'::bigint[];
+    due_ids bigint[];
     ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
@@ -4973,7 +4976,9 @@ begin
     end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while their groups are blocked.
-        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        -- A claim whose time is over leaves the maintenance to the next one, as in _claim_candidates.
+        is_maintenance_due := is_maintenance_due and (due_ids = '{}' or pgqueue._has_time());
     end if;
     if is_maintenance_due then
         perform pgqueue._maintain_groups(q, at);
@@ -5144,16 +5149,19 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
     next_sweep constant bigint := pgqueue._register_value(q.next_sweep_at);
-    is_sweep_due constant boolean := next_sweep - now_micros not between 1 and 15000000;
+    is_sweep_due boolean := next_sweep - now_micros not between 1 and 15000000;
     oldest_first constant boolean := random() < 0.1;
     candidate_ids bigint[] := '{}'::bigint[];
+    due_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
     end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while others have a higher priority.
-        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        -- As in _claim_candidates_grouped.
+        is_sweep_due := is_sweep_due and (due_ids = '{}' or pgqueue._has_time());
     end if;
     if is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
@@ -5415,6 +5423,10 @@ begin
         first_due := pgqueue._register_value(q.first_due_at);
         if first_due <= now_micros then
             candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
+            if candidate_ids <> '{}' and not pgqueue._has_time() then
+                -- If it was cancelled in a sweep, the next claim would begin with the same messages.
+                return candidate_ids;
+            end if;
         end if;
         if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
             swept := true;

@@ -61,6 +61,10 @@ begin
         first_due := pgqueue._register_value(q.first_due_at);
         if first_due <= now_micros then
             candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
+            if candidate_ids <> '{}' and not pgqueue._has_time() then
+                -- If it was cancelled in a sweep, the next claim would begin with the same messages.
+                return candidate_ids;
+            end if;
         end if;
         if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
             swept := true;

@@ -282,7 +282,7 @@ returns bigint[] language plpgsql volatile as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
-    is_maintenance_due constant boolean :=
+    is_maintenance_due boolean :=
         pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
     -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
@@ -298,6 +298,7 @@ declare
     spent_ids bigint[] := '{}'::bigint[];
     walks int := 0;
     candidate_ids bigint[] := '{}'::bigint[];
+    due_ids bigint[];
     ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
@@ -305,7 +306,9 @@ begin
     end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while their groups are blocked.
-        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        -- A claim whose time is over leaves the maintenance to the next one, as in _claim_candidates.
+        is_maintenance_due := is_maintenance_due and (due_ids = '{}' or pgqueue._has_time());
     end if;
     if is_maintenance_due then
         perform pgqueue._maintain_groups(q, at);

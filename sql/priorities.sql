@@ -113,16 +113,19 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
     next_sweep constant bigint := pgqueue._register_value(q.next_sweep_at);
-    is_sweep_due constant boolean := next_sweep - now_micros not between 1 and 15000000;
+    is_sweep_due boolean := next_sweep - now_micros not between 1 and 15000000;
     oldest_first constant boolean := random() < 0.1;
     candidate_ids bigint[] := '{}'::bigint[];
+    due_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
     end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while others have a higher priority.
-        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+        -- As in _claim_candidates_grouped.
+        is_sweep_due := is_sweep_due and (due_ids = '{}' or pgqueue._has_time());
     end if;
     if is_sweep_due then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);

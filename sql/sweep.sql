@@ -36,14 +36,16 @@ begin
         -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
         -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
         -- write transaction can keep first_check_at far below them.
-        if cardinality(moved_ids) >= 50 then
+        if cardinality(moved_ids) >= 50 and pgqueue._has_time() then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
-        perform pgqueue._record_if_old(q);
+        if pgqueue._has_time() then
+            perform pgqueue._record_if_old(q);
+        end if;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s

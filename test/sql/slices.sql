@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(75);
+select plan(81);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -165,6 +165,19 @@ end;
 $$;
 select cmp_ok(pg_temp.claim_all('slices-verbs-4'), '>', 0::bigint, 'later claims return the other messages that are due');
 select is(pg_temp.left_in('slices-verbs-4'), 80::bigint, 'every message that was due has been moved once');
+-- Cancelled after its moves, it would undo them, and each later claim would begin anew.
+do $$ begin
+    perform pgqueue.create_queue('slices-due'), pgqueue.create_queue('slices-due-groups', group_limit => 1),
+        pgqueue.create_queue('slices-due-priorities', priorities => true);
+    perform pgqueue.enqueue_batch(q.name, array_fill('1'::jsonb, array[200]), '10 s') from pgqueue.queues q where q.name ~ '^slices-due';
+    perform pg_temp.pass('11 s');
+end $$;
+set local statement_timeout = '1 d';
+select is((select count(*) > 0 from pgqueue.claim(q.name, case when q.priorities then 100 else 200 end)), true, q.name || ': a claim without time returns due messages')
+from pgqueue.queues q where q.name ~ '^slices-due';
+select is(s.recorded_at, '1970-01-01 00:00+00', s.queue_name || ': after it has moved due messages, a claim without time makes no sweep')
+from pgqueue.sweep_state s where s.queue_name ~ '^slices-due';
+set local statement_timeout = 0;
 
 -- Acknowledged messages whose day has no partition.
 select pgqueue.create_queue('slices-archive', archive_for => '1 day') \g /dev/null
