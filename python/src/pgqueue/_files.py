@@ -4,11 +4,49 @@ import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["FIND_INSTALLATION", "extension_dir", "extra", "install_script", "missing_installation", "upgrade_scripts"]
+__all__ = [
+    "FIND_DEPENDENTS",
+    "FIND_INSTALLATION",
+    "extension_dir",
+    "extra",
+    "install_script",
+    "missing_installation",
+    "upgrade_scripts",
+]
 
 FIND_INSTALLATION = """
 select to_regprocedure('pgqueue.version()') is not null, exists (
     select from pg_available_extensions where name = 'pgqueue')
+"""
+# The objects outside of pgqueue that `cascade` drops first. An object that depends on one of these is not listed. A
+# view depends through its rule, and a default or a constraint is shown as what it is.
+FIND_DEPENDENTS = """
+with members (classid, objid) as (
+    select 'pg_namespace'::regclass, 'pgqueue'::regnamespace::oid
+    union all select 'pg_class'::regclass, c.oid from pg_class c where c.relnamespace = 'pgqueue'::regnamespace
+    union all select 'pg_proc'::regclass, p.oid from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace
+    union all select 'pg_type'::regclass, t.oid from pg_type t where t.typnamespace = 'pgqueue'::regnamespace
+),
+dependents as (
+    select distinct
+        case when r.oid is null then d.classid else 'pg_class'::regclass end as classid,
+        coalesce(r.ev_class, d.objid) as objid,
+        case when r.oid is null then d.objsubid else 0 end as objsubid,
+        coalesce(r.ev_class, t.tgrelid, nullif(c.conrelid, 0), nullif(c.contypid, 0), a.adrelid) as relation
+    from pg_depend d
+    join members m on (m.classid, m.objid) = (d.refclassid, d.refobjid)
+    left join pg_rewrite r on d.classid = 'pg_rewrite'::regclass and r.oid = d.objid
+    left join pg_trigger t on d.classid = 'pg_trigger'::regclass and t.oid = d.objid
+    left join pg_constraint c on d.classid = 'pg_constraint'::regclass and c.oid = d.objid
+    left join pg_attrdef a on d.classid = 'pg_attrdef'::regclass and a.oid = d.objid
+    where d.deptype in ('n', 'a')
+)
+select pg_describe_object(d.classid, d.objid, d.objsubid)
+from dependents d
+where (d.classid, d.objid) not in (select m.classid, m.objid from members m)
+    and d.classid <> 'pg_extension'::regclass
+    and (d.relation is null or d.relation not in (select m.objid from members m))
+order by 1
 """
 
 

@@ -68,3 +68,9 @@ def order_and_wait() -> bool:
 def send_another() -> str:
     queue("orders").enqueue(1)
     return str(add.enqueue(1).id)
+
+
+@task
+def fail_after_commit() -> None:
+    Order.objects.create(article="of a task whose hook fails")
+    transaction.on_commit(lambda: 1 / 0)

@@ -12,6 +12,7 @@ from decimal import Decimal
 from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -459,7 +460,7 @@ def test_operations_show_their_statements_and_obey_the_routers() -> None:
     assert "parcels" not in [info.name for info in queues("other").list_queues()]
 
 
-def test_pgqueue_is_installed_once_and_can_be_removed() -> None:
+def test_pgqueue_is_installed_once_and_can_be_removed(shop: Shop) -> None:
     new_order(using="other")
     migrated(CreatePgqueue(), "other")  # changes nothing
     assert queue("orders", "other").peek() == 1
@@ -468,6 +469,13 @@ def test_pgqueue_is_installed_once_and_can_be_removed() -> None:
         queue("orders", "other").peek()
     with pytest.raises(DatabaseError):
         queue("orders", "other").peek()
+    with shop.connect("other") as beside:
+        pgqueue.install(beside)
+        beside.execute("create view watched as select name from pgqueue.queues")
+        with pytest.raises(DatabaseError, match="depend on it: view watched"):
+            migrated(CreatePgqueue(), "other", backwards=True)
+        beside.execute("drop view watched")
+    migrated(CreatePgqueue(), "other", backwards=True)
     migrated(CreatePgqueue(), "other")
     queue("orders", "other").create_queue(max_attempts=3)
 
@@ -603,6 +611,18 @@ def test_the_admin_sends_dead_letters_again_and_deletes_them(letters: list[int])
     log = list(apps.get_model("admin", "LogEntry").objects.values_list("change_message", flat=True))
     assert len([line for line in log if "of queue orders" in line]) == 4
     assert any("all 1 sent again, of queue orders" in line for line in log)
+
+
+def test_the_admin_does_not_edit_a_task_whose_result_would_be_lost() -> None:
+    orders, task_id = queue("orders"), uuid4()
+    letter = orders.enqueue({"task": "shop.tasks.add"}, message_id=task_id)
+    orders.create_result(letter, task_id)
+    (message,) = orders.claim()
+    orders.reject(letter, message.claim_token)
+    clerk = Clerk("view", "change")
+    address = f"/admin/pgqueue/deadletter/default/orders/{letter}/"
+    assert "<textarea" not in clerk.get(address).content.decode()
+    assert clerk.post(address, action="edit", payload="1").status_code == 403
 
 
 def test_the_admin_obeys_permissions_and_tokens(letters: list[int]) -> None:

@@ -178,6 +178,15 @@ def test_nothing_of_a_task_whose_claim_was_lost_is_committed() -> None:
     assert result.status == "FAILED"
 
 
+def test_a_function_that_fails_after_the_commit_leaves_a_success(caplog: pytest.LogCaptureFixture) -> None:
+    result = tasks.fail_after_commit.enqueue()
+    with signals() as seen:
+        stats = run()
+    result.refresh()
+    assert (result.status, stats.succeeded, stats.lost, seen[-1]) == ("SUCCESSFUL", 1, 0, ("finished", "SUCCESSFUL"))
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_tasks_of_a_task_are_sent_with_its_outcome() -> None:
     result = tasks.send_another.enqueue()
     run()

@@ -10,7 +10,7 @@ import typer
 from psycopg import sql
 
 from .. import __version__, client
-from .._files import upgrade_scripts
+from .._files import FIND_DEPENDENTS, upgrade_scripts
 from ..client import Queues
 from .formatting import counted
 from .parameters import Yes
@@ -137,36 +137,6 @@ def _upgrade_plain(connection: psycopg.Connection[Any], name: str, before: str) 
         connection.execute(script.encode())
 
 
-# The objects outside of pgqueue that `cascade` drops first. An object that depends on one of these is not listed. A
-# view depends through its rule, and a default or a constraint is shown as what it is.
-_DEPENDENTS = """
-with members (classid, objid) as (
-    select 'pg_namespace'::regclass, 'pgqueue'::regnamespace::oid
-    union all select 'pg_class'::regclass, c.oid from pg_class c where c.relnamespace = 'pgqueue'::regnamespace
-    union all select 'pg_proc'::regclass, p.oid from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace
-    union all select 'pg_type'::regclass, t.oid from pg_type t where t.typnamespace = 'pgqueue'::regnamespace
-),
-dependents as (
-    select distinct
-        case when r.oid is null then d.classid else 'pg_class'::regclass end as classid,
-        coalesce(r.ev_class, d.objid) as objid,
-        case when r.oid is null then d.objsubid else 0 end as objsubid,
-        coalesce(r.ev_class, t.tgrelid, nullif(c.conrelid, 0), nullif(c.contypid, 0), a.adrelid) as relation
-    from pg_depend d
-    join members m on (m.classid, m.objid) = (d.refclassid, d.refobjid)
-    left join pg_rewrite r on d.classid = 'pg_rewrite'::regclass and r.oid = d.objid
-    left join pg_trigger t on d.classid = 'pg_trigger'::regclass and t.oid = d.objid
-    left join pg_constraint c on d.classid = 'pg_constraint'::regclass and c.oid = d.objid
-    left join pg_attrdef a on d.classid = 'pg_attrdef'::regclass and a.oid = d.objid
-    where d.deptype in ('n', 'a')
-)
-select pg_describe_object(d.classid, d.objid, d.objsubid)
-from dependents d
-where (d.classid, d.objid) not in (select m.classid, m.objid from members m)
-    and d.classid <> 'pg_extension'::regclass
-    and (d.relation is null or d.relation not in (select m.objid from members m))
-order by 1
-"""
 _LISTED = 10  # dependent objects that the question names
 
 
@@ -185,7 +155,7 @@ def uninstall(session: Session, database: Database = None, yes: Yes = False) -> 
             " coalesce(sum(dead_messages), 0)::bigint from pgqueue.stats()"
         ).fetchall()
         queues, messages, letters = counts
-        dependents = [str(described) for (described,) in connection.execute(_DEPENDENTS)]
+        dependents = [str(described) for (described,) in connection.execute(FIND_DEPENDENTS)]
         connection.rollback()  # no lock is held while the user thinks
         what = f"{counted(queues, 'queue')}, {counted(messages, 'message')}, {counted(letters, 'dead letter')}"
         if not yes:

@@ -163,7 +163,11 @@ class DeadLetterAdmin(admin.ModelAdmin):
         except DatabaseError as error:
             raise Http404(str(error)) from None
         text = None if letter.payload is None else place.pretty(letter.payload)
-        form = None if text is None or len(text) > _MOST_CHARACTERS else _PayloadForm(initial={"payload": text})
+        # The result of a task belongs to this message, and a new one could not be run.
+        result = queues(using).get_result(letter.message_id) if letter.message_id else None
+        is_task = result is not None and result.id == id
+        is_fixed = text is None or len(text) > _MOST_CHARACTERS or is_task
+        form = None if is_fixed else _PayloadForm(initial={"payload": text})
         if request.method == "POST":
             if request.POST.get("action") != "edit":
                 return self._act(request, place, [id])

@@ -6,12 +6,12 @@ A migration is one transaction. The operations run on the databases to which the
 from collections.abc import Mapping
 from typing import Any
 
-from django.db import NotSupportedError, router
+from django.db import InternalError, NotSupportedError, router
 from django.db.migrations.operations.base import Operation
 
 from ... import _calls
 from ..._calls import Call
-from ..._files import FIND_INSTALLATION, missing_installation
+from ..._files import FIND_DEPENDENTS, FIND_INSTALLATION, missing_installation
 from .._migrations import bound_to_queue, check_settings
 
 __all__ = ["AlterQueue", "CreatePgqueue", "CreateQueue", "DropQueue"]
@@ -67,6 +67,11 @@ class CreatePgqueue(_DatabaseOperation):
             (is_extension,) = cursor.fetchone()
         if is_undone:
             schema_editor.execute("select pgqueue.drop_queue(q.name) from pgqueue.list_queues() q")
+            if not is_extension and not schema_editor.collect_sql:  # cascade would drop what an extension refuses to
+                with schema_editor.connection.cursor() as cursor:
+                    cursor.execute(FIND_DEPENDENTS)
+                    if found := ", ".join(described for (described,) in cursor.fetchall()):
+                        raise InternalError(f"cannot drop schema pgqueue because other objects depend on it: {found}")
             schema_editor.execute("drop extension pgqueue" if is_extension else "drop schema pgqueue cascade")
         elif script:
             schema_editor.execute(script, params=None)

@@ -3,6 +3,7 @@
 `django.tasks` is part of Django from 6.0 on; the package django-tasks has the same for Django 5.2.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -39,6 +40,8 @@ from .client import queue, queues
 from .worker import consumer
 
 __all__ = ["OutcomeMissing", "PgqueueBackend", "task_backends", "task_consumer"]
+
+logger = logging.getLogger("pgqueue.django")
 
 
 class OutcomeMissing(Exception):
@@ -194,14 +197,22 @@ def _run(backend: PgqueueBackend, transactional: bool, delivery: Delivery) -> No
         raise LookupError(f"message {message.id} of queue {message.queue_name} has no result: is it a task?")
     result = backend.result_of(begun)
     task_started.send(type(backend), task_result=result)
-    with transaction.atomic(using=backend.database) if transactional else nullcontext():
-        context = (TaskContext(task_result=result),) if result.task.takes_context else ()
-        value = normalize_json(result.task.call(*context, *result.args, **result.kwargs))
-        with transaction.atomic(using=backend.database, savepoint=False):
-            ended = tasks.update_result(message.id, "successful", value=value)
-            if not tasks.ack(message.id, message.claim_token):
-                raise RuntimeError("the claim of the message has ended")
-    delivery.settled()
+    committed: list[bool] = []
+    try:
+        with transaction.atomic(using=backend.database) if transactional else nullcontext():
+            if transactional:  # the first function, before those of the task
+                transaction.on_commit(partial(committed.append, True), using=backend.database)
+            context = (TaskContext(task_result=result),) if result.task.takes_context else ()
+            value = normalize_json(result.task.call(*context, *result.args, **result.kwargs))
+            with transaction.atomic(using=backend.database, savepoint=False):
+                ended = tasks.update_result(message.id, "successful", value=value)
+                if not tasks.ack(message.id, message.claim_token):
+                    raise RuntimeError("the claim of the message has ended")
+                delivery.settled()
+    except Exception:
+        if not committed:
+            raise
+        logger.exception("a function that task %s gave to transaction.on_commit failed", result.task.module_path)
     if ended is not None:
         task_finished.send_robust(type(backend), task_result=backend.result_of(ended))
 
