@@ -6634,8 +6634,8 @@ begin
     then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if found then
+    if exists (select from pgqueue.queues where queues.name = queue_name collate "C") then
+        q := pgqueue._get_locked_queue(queue_name);
         perform case
             when ids is null then pgqueue._remove_found_spent_messages(q, at, 1000000)
             else (pgqueue._remove_spent_messages(q, ids, at, null)).removed
@@ -11204,6 +11204,7 @@ begin
     perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
     lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._require_current_snapshot('pgqueue.subscriptions');
     perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
     relation := format('%I.%I', schema_name, table_name);
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
@@ -11244,6 +11245,7 @@ begin
         table_name is not null, 'table_name', null, 'the name of a relation that expose_subscriptions made');
     perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._require_current_snapshot('pgqueue.subscriptions');
     select c.oid into relation from pg_class c
     where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
         and pg_get_userbyid(c.relowner) = current_user
@@ -11313,6 +11315,7 @@ begin
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     missing := array(
         select t from unnest(array[
             'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
@@ -11364,6 +11367,7 @@ begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
     if views = '{}' then
         return false;
@@ -11508,7 +11512,10 @@ declare
     dead pgqueue.dead_messages;
     is_gone constant boolean := r.finished_at is null
         and not exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id);
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)
+        -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
+        and exists (
+            select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null);
 begin
     if is_gone then
         select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;
@@ -11615,8 +11622,9 @@ create function pgqueue.get_result(message_id uuid, caller pgqueue.caller defaul
 returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set jit = off as $$
 begin
+    perform pgqueue._require_untruncated_messages();
     return query
-    select (pgqueue._as_result(r)).* from pgqueue.results r
+    select l.* from pgqueue.results r cross join lateral pgqueue._as_result(r) l
     where r.message_id = get_result.message_id
         and pgqueue._may_use(caller, r.queue_name, pgqueue._privileges_of('{producer,consumer,admin,reader}'));
 end;

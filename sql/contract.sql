@@ -34,6 +34,7 @@ begin
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     missing := array(
         select t from unnest(array[
             'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
@@ -85,6 +86,7 @@ begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
     if views = '{}' then
         return false;

@@ -187,8 +187,8 @@ begin
     then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if found then
+    if exists (select from pgqueue.queues where queues.name = queue_name collate "C") then
+        q := pgqueue._get_locked_queue(queue_name);
         perform case
             when ids is null then pgqueue._remove_found_spent_messages(q, at, 1000000)
             else (pgqueue._remove_spent_messages(q, ids, at, null)).removed

@@ -9,7 +9,10 @@ declare
     dead pgqueue.dead_messages;
     is_gone constant boolean := r.finished_at is null
         and not exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id);
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)
+        -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
+        and exists (
+            select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null);
 begin
     if is_gone then
         select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;
@@ -116,8 +119,9 @@ create or replace function pgqueue.get_result(message_id uuid, caller pgqueue.ca
 returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set jit = off as $$
 begin
+    perform pgqueue._require_untruncated_messages();
     return query
-    select (pgqueue._as_result(r)).* from pgqueue.results r
+    select l.* from pgqueue.results r cross join lateral pgqueue._as_result(r) l
     where r.message_id = get_result.message_id
         and pgqueue._may_use(caller, r.queue_name, pgqueue._privileges_of('{producer,consumer,admin,reader}'));
 end;

@@ -54,6 +54,7 @@ begin
     perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
     lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._require_current_snapshot('pgqueue.subscriptions');
     perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
     relation := format('%I.%I', schema_name, table_name);
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
@@ -94,6 +95,7 @@ begin
         table_name is not null, 'table_name', null, 'the name of a relation that expose_subscriptions made');
     perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._require_current_snapshot('pgqueue.subscriptions');
     select c.oid into relation from pg_class c
     where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
         and pg_get_userbyid(c.relowner) = current_user
