@@ -331,6 +331,18 @@ def test_a_queue_created_by_sql_is_neither_adopted_nor_dropped(web: Server) -> N
         assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
 
 
+def test_a_queue_that_sql_has_made_in_place_of_that_of_the_server_stays(web: Server) -> None:
+    name = new_name()
+    web.create(name)
+    with psycopg.connect(web.site.target, autocommit=True) as connection:
+        drop(connection, name)
+        connection.execute("select pgqueue.create_queue(%s)", [name])
+        connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+        web.call("DELETE", f"{web.queues}/{name}")
+        web.until(lambda: web.status(name) is None)
+        assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
+
+
 def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web: Server) -> None:
     name = new_name()
     web.create(name)

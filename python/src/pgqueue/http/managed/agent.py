@@ -222,20 +222,25 @@ async def _create(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> Non
         [queue.id, queue.name],
     )
     if cursor.rowcount:
-        await AsyncQueue(target, queue.name).create_queue(
+        made = await AsyncQueue(target, queue.name).create_queue(
             visibility_timeout=timedelta(seconds=queue.visibility_timeout_seconds),
             max_attempts=queue.max_attempts,
             dlq_enabled=queue.dlq_enabled,
+        )
+        await target.execute(
+            "update pgqueue_http.provisioned set provisioned_at = %s where queue_id = %s", [made.created_at, queue.id]
         )
 
 
 async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> None:
     # Drop only a queue that the server made: a queue of the same name may belong to another application.
-    cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
-    if cursor.rowcount:
-        with suppress(queue_errors.QueueNotFound):  # it was dropped by SQL
-            async with target.transaction():
-                await AsyncQueue(target, queue.name).drop_queue()
+    statement = "delete from pgqueue_http.provisioned where queue_id = %s returning provisioned_at"
+    provisioned = await (await target.execute(statement, [queue.id])).fetchone()
+    with suppress(queue_errors.QueueNotFound):  # it was dropped by SQL
+        async with target.transaction():
+            its = AsyncQueue(target, queue.name)
+            if provisioned == ((await its.get_queue()).created_at,):
+                await its.drop_queue()
 
 
 def _is_retryable(error: Exception) -> bool:
