@@ -37,6 +37,20 @@ def made(kind: Any, *arguments: Any, **settings: Any) -> tuple[Any, Callable[[],
     return consumer, (lambda: asyncio.run(consumer.run())) if is_async else consumer.run
 
 
+def test_the_name_of_a_consumer_has_the_process_that_runs_it(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name)
+    consumer, _ = made(Consumer, database, name)
+    number = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: number)  # as in a process that was forked since
+    consumer.handler = lambda delivery: delivery.retry(LONG)
+    with consumer:
+        queue.enqueue(1)
+        wait_for(lambda: consumer.stats.retried)
+    assert (queue.browse("scheduled")[0].headers or {})["pgqueue.failures"][0]["consumer"].split(":")[1] == str(number)
+
+
 @pytest.mark.parametrize("kind", [Consumer, AsyncConsumer])
 def test_a_consumer_waits_for_its_database_at_the_start_and_shows_that_it_lives(
     kind: Any, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

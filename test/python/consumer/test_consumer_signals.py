@@ -39,6 +39,12 @@ def handle(delivery):
         time.sleep(0.01)
     print("done", flush=True)
 
+def until_cancelled(delivery):
+    print("begun", flush=True)
+    while not delivery.cancelled:
+        time.sleep(0.01)
+    print("cancelled", flush=True)
+
 def fork(delivery):
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
     child.start()
@@ -76,6 +82,11 @@ else:
         thread.join()
     elif flavour == "stopping":
         signal.signal(signal.SIGTERM, lambda *_: consumer.stop())
+        consumer.run()
+    elif flavour == "exiting":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        consumer.handler = until_cancelled
+        consumer.on_stop = lambda: print("stopped", flush=True)
         consumer.run()
     elif flavour == "ignoring":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -217,6 +228,17 @@ def test_a_signal_handler_of_the_program_may_stop_its_consumer(
         running.let_handlers_return()
         assert running.end() == (0, "done\n")
     assert is_empty(connection, name)
+
+
+def test_what_a_signal_handler_of_the_program_raises_stops_by_force(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name, visibility_timeout=SECOND * 3600).enqueue(1)
+    with program("exiting", database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(SIGTERM)
+        assert running.end() == (3, f"{WAITS}\n{CANCELS}\ncancelled\nstopped\n")
+    assert attempts(connection, name) == [0]
 
 
 def test_a_signal_that_the_program_ignores_stays_ignored(

@@ -132,6 +132,8 @@ class _Base(Settings):
     def _begin(self) -> None:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
+        if not self._is_named:  # The process may have been forked since.
+            self.claimed_by = self._own_name()
         self._found, self._ended = Future(), Future()
         self._error, self._thread, self._runs_in = None, threading.current_thread(), os.getpid()
 
@@ -245,8 +247,9 @@ class Consumer(_Base):
         """Consume in this thread until `stop` or `request_stop` is called.
 
         In the main thread SIGINT and SIGTERM stop it, too, if the program has set no handlers for them. After a second
-        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises `QueueNotFound`,
-        what connecting raises after `give_up_after`, and `RuntimeError` if it is running already.
+        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. What a signal handler of
+        the program raises stops it by force, too. Raises `QueueNotFound`, what connecting raises after `give_up_after`,
+        and `RuntimeError` if it is running already.
         """
         run_to_end(self._run())
 
@@ -272,7 +275,14 @@ class Consumer(_Base):
 
     async def _consume(self) -> None:
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(super()._consume())
+            consuming = runner.get_loop().create_task(super()._consume())
+            try:
+                runner.run(_ended(consuming))
+            except BaseException:  # raised by a signal handler of the program
+                consuming.cancel()
+                runner.run(_ended(consuming))
+                raise
+            consuming.result()
 
     def _launch(self) -> None:
         def live() -> None:
@@ -330,3 +340,7 @@ class AsyncConsumer(_Base):
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    await asyncio.wait([task])

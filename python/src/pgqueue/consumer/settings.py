@@ -126,9 +126,13 @@ class Settings:
         if len(set(self.queue_names)) < len(self.queue_names) or len(self.also) >= _MOST_QUEUES:
             text = f"must be up to {_MOST_QUEUES - 1} names of other queues than {self.queue_name!r}, each once"
             raise ValueError(f"invalid also: {self.also!r:.200}; {text}")
-        self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
+        self._is_named = bool(self.claimed_by)
+        self.claimed_by = self.claimed_by or self._own_name()
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
+
+    def _own_name(self) -> str:
+        return f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
 
     def _check_functions(self) -> None:
         functions = {name: (getattr(self, name), arguments) for name, arguments in _FUNCTIONS.items()}
