@@ -11463,7 +11463,8 @@ begin
             -- this queue.
             continue when not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name));
             select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-            if not found or not pgqueue._is_idle(q, at) then
+            -- alter_queue can have ended the expiry, which makes the answer null.
+            if not found or pgqueue._is_idle(q, at) is not true then
                 -- Only an error releases the lock before the transaction ends, which may take long.
                 perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');
             end if;
@@ -12217,6 +12218,15 @@ begin
 end;
 $$;
 
+create function pgqueue._find_access_view(queue_name text) returns regclass
+language plpgsql volatile as $$
+begin
+    -- After waiting for a lock, the session's catalog cache can be stale. To open a relation renews it.
+    perform pg_relation_size('pgqueue.access_any'::regclass);
+    return to_regclass(pgqueue._access_view(queue_name));
+end;
+$$;
+
 create function pgqueue.grant_access(role_name name, access text, queue_name text default null) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
@@ -12231,7 +12241,7 @@ begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
     if queue_name is not null then
-        access_view := to_regclass(pgqueue._access_view(queue_name));
+        access_view := pgqueue._find_access_view(queue_name);
         if access_view is null then
             execute format('create view pgqueue.%I as select', split_part(pgqueue._access_view(queue_name), '.', 2));
             access_view := pgqueue._access_view(queue_name)::regclass;
@@ -12281,9 +12291,9 @@ $$;
 create function pgqueue._on_queue_changed_grants(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    dropped constant regclass := to_regclass(pgqueue._access_view(before.name));
+    dropped constant regclass := case when after.name is null then pgqueue._find_access_view(before.name) end;
 begin
-    if dropped is null or after.name is not null then
+    if dropped is null then
         return;
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
@@ -12309,7 +12319,7 @@ begin
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
-    access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
+    access_view := case when queue_name is null then 'pgqueue.access_any' else pgqueue._find_access_view(queue_name) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
 end;
 $$;

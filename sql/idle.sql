@@ -69,7 +69,8 @@ begin
             -- this queue.
             continue when not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name));
             select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-            if not found or not pgqueue._is_idle(q, at) then
+            -- alter_queue can have ended the expiry, which makes the answer null.
+            if not found or pgqueue._is_idle(q, at) is not true then
                 -- Only an error releases the lock before the transaction ends, which may take long.
                 perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');
             end if;
