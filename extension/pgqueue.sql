@@ -11561,12 +11561,14 @@ begin
     end if;
     perform pgqueue._check_content(q, coalesce(value, error, 'null'), null, null);
     if is_start then
-        -- An attempt can begin late, when its claim has ended and another one has settled the message. Lock first: the
-        -- next statement sees what that one has committed.
+        -- An attempt can begin late, when its claim has ended and another one has settled or returned the message. Lock
+        -- first: the next statement sees what that one has committed.
         select r.* into changed from pgqueue.results r where r.queue_name = q.name and r.id = update_result.id for update;
-        if changed.finished_at is not null
+        if found and (
+            changed.finished_at is not null
             and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = update_result.id)
-        then
+            or exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id = update_result.id)
+        ) then
             return next pgqueue._as_result(changed);
             return;
         end if;
@@ -11590,11 +11592,11 @@ begin
 end;
 $$;
 comment on function pgqueue.update_result(pgqueue.queue_of_consumer, bigint, text, jsonb, jsonb, text) is
-'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker;
-after the end of the result it changes nothing if the message is gone. ready ends an attempt that failed and is
-repeated. successful, with the value, and failed end the result. Call it in the transaction of ack, nack or reject: if
-one of these returns false, roll back. error is added to errors, which keeps the last 20, as workers keeps the last 100.
-value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
+'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker; it
+changes nothing while the message is scheduled, and after the end of the result if the message is gone. ready ends an
+attempt that failed and is repeated. successful, with the value, and failed end the result. Call it in the transaction
+of ack, nack or reject: if one of these returns false, roll back. error is added to errors, which keeps the last 20, as
+workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
 
 create function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
 returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

@@ -4,7 +4,7 @@ lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
-select plan(44);
+select plan(46);
 
 select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
 select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
@@ -20,6 +20,8 @@ select is((select r.workers from pgqueue.update_result('results', :number, 'runn
 select is(pgqueue.nack('results', :number, :'token', '1 min'), true, 'the attempt fails');
 select is((select count(*) from pgqueue.update_result('results', :number, 'ready', error => '"oh"')), 1::bigint, 'a failed attempt leaves its error');
 select is(pg_temp.result(:'uuid'), 'ready - 1 ["oh"] "-"', 'a result whose message waits for a retry is ready');
+select is((select r.status from pgqueue.update_result('results', :number, 'running', worker => 'late') r), 'ready', 'an attempt that begins after another one has returned the message is none');
+select is(pg_temp.result(:'uuid'), 'ready - 1 ["oh"] "-"', 'such an attempt changes nothing');
 set local test.now = '2030-01-01 12:01:00+00';
 select claim_token as token from pgqueue.claim('results') \gset
 select results_eq(format($$ select r.workers, r.started_at, r.last_attempted_at from pgqueue.update_result('results', %s, 'running', worker => 'two') r $$, :number),
