@@ -8313,7 +8313,8 @@ $$;
 
 create function pgqueue._expired_days(at timestamptz) returns setof date
 language sql stable as $$
-    select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
+    -- As a subquery it is computed once, and not for each day, or each pair of days.
+    select d from pgqueue._days() d where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
@@ -8571,7 +8572,7 @@ begin
     from (
         select count(*) as n, bool_and(pgqueue._is_day_empty(d)) as is_empty
         from pgqueue._expired_days(at) d
-        where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 2
+        where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) - 2
     ) o
     where o.n > case when o.is_empty then 30 else 0 end;
 

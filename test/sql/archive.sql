@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(176);
+select plan(177);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -350,6 +350,11 @@ select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 1::bigint, 'the commit of a claim empties one day that has expired');
 select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 0::bigint, 'the commit of a later claim empties the next day');
+-- Each computation of the expiry reads all queues.
+set local track_functions = 'all';
+select count(*) as expired from pgqueue._expired_days(pgqueue._now()) \gset
+select is((select f.calls from pg_stat_xact_user_functions f where f.funcname = '_archive_expiry'), 1::bigint, 'the expiry of the archive is computed once for all days');
+set local track_functions = 'none';
 select pgqueue.drop_queue('archive_steps') is not null as dropped \gset
 
 -- archive_for set by a plain update.
