@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(146);
+select plan(147);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -232,6 +232,22 @@ select throws_ok($$ select pgqueue.alter_schedule('taken', cron => 'x') $$, '220
 select is((select l.cron from pgqueue.list_schedules() l), '@daily', 'a change that was refused changes nothing');
 select throws_ok($$ select pgqueue.run_schedule('nothing') $$, 'PQ011', 'schedule ''nothing'' does not exist', 'run_schedule refuses a schedule that does not exist');
 select throws_ok($$ select pgqueue.list_schedules('nothing') $$, 'PQ001', 'queue ''nothing'' does not exist', 'list_schedules refuses a queue that does not exist');
+
+-- Housekeeping in a session whose plan is that for few rows.
+truncate pgqueue.scheduled_messages;
+truncate pgqueue.schedules;
+select pgqueue._on_housekeeping_due_schedules(pgqueue._now()) is not null as done \gset
+insert into pgqueue.scheduled_messages (queue_name, due_at, payload) select 'schedules', pgqueue._now() + n * interval '1 h', '1' from generate_series(1, 20000) n;
+select pgqueue.create_schedule('one', 'schedules', '@daily') is not null as made \gset
+create function pg_temp.pages(statement text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute 'explain (analyze, buffers, timing off, format json) ' || statement into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+select cmp_ok(pg_temp.pages('select pgqueue._on_housekeeping_due_schedules(pgqueue._now())'), '<', 100, 'housekeeping looks up the next messages of schedules, and does not read all scheduled messages');
 
 select * from finish();
 rollback;
