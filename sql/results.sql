@@ -134,20 +134,52 @@ if the caller may not use the queue. The status failed has a reason if no consum
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready or running again.';
 
-create or replace function pgqueue._is_removable(queue_name text, id bigint, status text) returns boolean
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
+-- Deletes results that have expired. Those whose message is still there, or can be sent again, get a later time:
+-- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged.
+create or replace function pgqueue._remove_expired_results(at timestamptz) returns void
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set enable_sort = off set jit = off as $$
+declare
+    kept tid[];
+    gone tid[];
 begin
-    -- A message that is still there, or can be sent again, keeps its result. One that has succeeded was acknowledged.
-    return _is_removable.status = 'successful' or not (
-        exists (select from pgqueue.messages m where m.queue_name = _is_removable.queue_name and m.id = _is_removable.id)
-        or exists (select from pgqueue.scheduled_messages s where s.queue_name = _is_removable.queue_name and s.id = _is_removable.id)
-        or exists (select from pgqueue.dead_messages d where d.queue_name = _is_removable.queue_name and d.id = _is_removable.id));
+    -- A fixed snapshot does not show messages that a compaction has moved since.
+    if pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    select
+        coalesce(array_agg(w.place) filter (where w.is_kept), '{}'),
+        coalesce(array_agg(w.place) filter (where not w.is_kept), '{}')
+    into kept, gone
+    from (
+        -- `offset 0` keeps the planner from a hash of all messages. The order, without a sort, keeps it from the index
+        -- on due_at.
+        select c.place, c.status <> 'successful' and (
+                exists (select from pgqueue.dead_messages d where d.queue_name = c.queue_name and d.id = c.id offset 0)
+                or exists (
+                    select from pgqueue.scheduled_messages s
+                    where s.queue_name = c.queue_name and s.id between c.id and c.id order by s.id offset 0)
+                or exists (select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id offset 0)
+            ) as is_kept
+        from (
+            select r.ctid as place, r.queue_name, r.id, r.status from pgqueue.results r
+            where r.expires_at <= at
+            order by r.expires_at limit 1000 for update skip locked
+        ) c
+    ) w;
+    delete from pgqueue.results r where r.ctid = any (gone);
+    update pgqueue.results r set expires_at = pgqueue._add_interval(at, greatest(r.expires_in, '1 h'))
+    where r.ctid = any (kept);
+    if cardinality(kept || gone) = 1000 then
+        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
+    end if;
 end;
 $$;
 
 create or replace function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
 returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     before timestamptz;
@@ -160,7 +192,15 @@ begin
     where r.ctid = any (array(
         select c.ctid from pgqueue.results c
         where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before
-            and pgqueue._is_removable(c.queue_name, c.id, c.status)
+            and (c.status = 'successful' or not (
+                exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = c.id offset 0)
+                -- As in _remove_expired_results.
+                or exists (
+                    select from pgqueue.scheduled_messages s
+                    where s.queue_name = q.name and s.id between c.id and c.id order by s.id offset 0)
+                or exists (
+                    select from pgqueue.messages m
+                    where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id = c.id offset 0)))
         order by c.id limit 10000 for update skip locked));
     get diagnostics purged = row_count;
     return purged;
@@ -171,26 +211,17 @@ comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
 until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
 
+-- At the commit, as the transaction of a receive would keep consumers from writing the results that stay.
 create or replace function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
-language sql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-    with expired as materialized (
-        select c.ctid as place, c.queue_name, c.id, c.status from pgqueue.results c
-        where c.expires_at <= at
-        order by c.expires_at limit 1000 for update skip locked
-    ),
-    found as materialized (
-        select e.place, pgqueue._is_removable(e.queue_name, e.id, e.status) as is_removable from expired e
-    ),
-    gone as (
-        delete from pgqueue.results r where r.ctid = any (array(select f.place from found f where f.is_removable))
-    ),
-    -- Otherwise each call would look for the messages of all results that stay.
-    kept as (
-        update pgqueue.results r set expires_at = pgqueue._add_interval(at, greatest(r.expires_in, '1 h'))
-        where r.ctid = any (array(select f.place from found f where not f.is_removable))
-    )
-    select setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'))
-    where (select count(*) from found) = 1000
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+begin
+    if exists (select from pgqueue.results r where r.expires_at <= at) then
+        perform pgqueue._request_at_commit('_remove_expired_results', at);
+    end if;
+exception when others then
+    -- A full disk must not fail a claim.
+    null;
+end;
 $$;
 
 create or replace function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
