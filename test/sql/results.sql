@@ -4,7 +4,7 @@ lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
-select plan(48);
+select plan(49);
 
 select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
 select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
