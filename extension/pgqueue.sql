@@ -2613,12 +2613,12 @@ max_in_flight, rate_limit or rate_period applies to the next claims; group_limit
 these limits. To give a queue its first group_limit, max_in_flight or priorities, or to take the last away, moves all
 its messages to another table in one transaction. Other calls of this queue wait meanwhile, one to three seconds for
 100,000 messages; claims stay valid, and other queues are not affected. A dedicated queue keeps what it was created
-with; only max_in_flight can end, for good. A queue that has a stream gets none of them: stream_claim would refuse it,
-and the open batch would be delivered again. counters true begins to count; a queue that has counters keeps them. A new
-dead_letter_to applies also to the dead letters that the queue has; the name of the queue itself ends it, and the dead
-letters stay. Raises 22023, PQ001, and PQ004 if a longer transaction has altered the queue or uses it while messages
-would be moved, or if archiving would begin or end for the relation of a transport while a longer transaction uses that
-relation.';
+with; only max_in_flight can end, for good. A queue that has a stream gets no priorities, max_in_flight and rate_limit:
+stream_claim would refuse it, and the open batch would be delivered again. counters true begins to count; a queue that
+has counters keeps them. A new dead_letter_to applies also to the dead letters that the queue has; the name of the queue
+itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if a longer transaction has altered the queue
+or uses it while messages would be moved, or if archiving would begin or end for the relation of a transport while a
+longer transaction uses that relation.';
 
 create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access) returns pgqueue.queue
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -8699,9 +8699,9 @@ comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, t
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
-stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
-happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
-or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+stream, alter_queue gives it no priorities, max_in_flight and rate_limit. opened_by is a name for humans. on_ack says
+what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has
+archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user

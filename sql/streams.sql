@@ -99,9 +99,9 @@ comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, t
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
-stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
-happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
-or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+stream, alter_queue gives it no priorities, max_in_flight and rate_limit. opened_by is a name for humans. on_ack says
+what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has
+archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create or replace function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
