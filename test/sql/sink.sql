@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(204);
+select plan(205);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -394,6 +394,20 @@ select pgqueue.sweep_staged(forget_after => '0') as swept \gset
 select is((select array_agg(row(c.app_id, c.version, c.forgotten_version)::text) from pgqueue.sink_commits c), array['(app,7,5)'], 'sweep_staged always keeps the highest version of an app_id and its forgotten_version');
 select pgqueue.sink_commit(pg_temp.run(61), '{}', '{}', 'app', 8), pgqueue.sweep_staged(forget_after => '0') \gset
 select is((select array_agg(row(c.app_id, c.version, c.forgotten_version)::text) from pgqueue.sink_commits c), array['(app,8,7)'], 'sweep_staged carries forgotten_version over to the next version');
+
+-- Costs.
+insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+select 'app', 8 + n, gen_random_uuid(), 1, session_user, pgqueue._now() from generate_series(1, 20000) n;
+create function pg_temp.pages(statement text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute 'explain (analyze, buffers, timing off, format json) ' || statement into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+select cmp_ok(min(pg_temp.pages(format('select pgqueue.sink_commit(%L, ''{}'', ''{}'', ''app'', %s)', pg_temp.run(70), 30000 + n))), '<', 100, 'a commit does not read the earlier commits of its app_id')
+from generate_series(1, 3) n;
 
 select * from finish();
 rollback;
