@@ -286,9 +286,15 @@ begin
     end if;
     perform pgqueue._require_untruncated_messages();
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        -- The snapshot can be older than a drop_queue. The catalog shows the current state.
-        continue when pg_relation_filenode(q.fresh_from_id) is null
-            or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
+        continue when not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
+        -- The snapshot can be older than a drop_queue or another kind. The catalog shows the current state.
+        if pg_relation_filenode(q.fresh_from_id) is null then
+            select queues.* into q from pgqueue.queues where queues.queue_id = q.queue_id;
+            if pg_relation_filenode(q.fresh_from_id) is null then
+                continue when to_regclass(format('pgqueue.queue_%s_fresh_from_id', q.queue_id)) is null;
+                perform pgqueue._raise('stale_snapshot', format('queue %L', q.name));
+            end if;
+        end if;
         s := pgqueue._stats_and_record(q, at, false);
         begin
             s := pgqueue._add_totals(s);
