@@ -268,19 +268,22 @@ def test_a_batch_is_one_transaction() -> None:
     assert len(queue("orders").browse_dead_messages()) == 1
 
 
-def test_a_handler_whose_connection_breaks_is_called_again_for_the_same_attempt() -> None:
+def test_a_handler_whose_connection_breaks_is_called_again_for_the_same_attempt(shop: Shop) -> None:
     attempts: list[int] = []
+    called: list[str] = []
 
     def handle(delivery: pgqueue.Delivery) -> None:
         attempts.append(delivery.attempt)
-        ship(delivery)
+        order.shipments.create()
         if len(attempts) == 1:
-            with connection.cursor() as cursor:
-                cursor.execute("select pg_terminate_backend(pg_backend_pid())")
+            transaction.on_commit(lambda: called.append("of the transaction that was rolled back"))
+            with shop.connect() as beside:
+                pid = connection.connection.info.backend_pid
+                beside.execute("select pg_terminate_backend(%s, 60000)", [pid])
 
-    new_order()
+    order = new_order()
     handled(consumer("orders", handle))
-    assert (attempts, shipments()) == ([1, 1], 1)
+    assert (attempts, shipments(), called) == ([1, 1], 1, [])
 
 
 def test_an_asynchronous_handler_has_the_transaction() -> None:

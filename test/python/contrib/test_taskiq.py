@@ -129,6 +129,22 @@ async def test_what_is_no_task_becomes_a_dead_letter(own_database: str, tasks: p
     assert journal.lines() == ["good"]
 
 
+async def test_a_task_that_is_claimed_while_a_worker_stops_is_released(
+    own_database: str, connection: Connection, tasks: pgqueue.Queue
+) -> None:
+    async with started(own_database) as broker:
+        await send(broker, "append", "x")
+        with psycopg.connect(own_database) as beside:
+            beside.execute("lock table pgqueue.messages in exclusive mode")
+            listening = asyncio.create_task(anext(broker.listen()))
+            await until(lambda: value(connection, "select count(*) from pg_locks where not granted"))
+            listening.cancel()
+            stopping = asyncio.create_task(broker.shutdown())
+            await until(lambda: broker._is_closed)
+        await stopping
+        assert [message.attempt_count for message in tasks.browse("ready")] == [0]
+
+
 async def test_a_long_task_stays_claimed(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:
     async with working(own_database, visibility_timeout=timedelta(seconds=6)) as broker:
         await send(broker, "wait_for_gate", "long")

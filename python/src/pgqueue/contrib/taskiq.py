@@ -21,6 +21,7 @@ from taskiq import AckableMessage, AsyncBroker, BrokerMessage
 
 from .. import _calls
 from ..errors import is_trouble
+from ..message import Message
 from ._leases import Claims, Lease, Waiter
 from ._session import Session, bound
 
@@ -64,7 +65,7 @@ class PgqueueBroker(AsyncBroker):
         self._session = Session(conninfo, "pgqueue taskiq")
         self._claims = Claims(self._session, visibility_timeout, f"{socket.gethostname()}:{os.getpid()}")
         self._waiter = Waiter(self._session, 1.0)
-        self._waiting = threading.Lock()  # held by the thread that waits
+        self._waiting = threading.Lock()  # held by the thread that claims or waits
         self._is_closed = False
 
     async def startup(self) -> None:
@@ -101,7 +102,7 @@ class PgqueueBroker(AsyncBroker):
             try:
                 is_empty = True
                 for name in self.queue_names:
-                    for message, lease in await asyncio.to_thread(self._claims.claim, name, 1):
+                    for message, lease in await asyncio.to_thread(self._claim, name):
                         is_empty = False
                         if data := self._readable(message.body, lease):
                             yield AckableMessage(data=data, ack=partial(self._claims.settle, lease, "ack"))
@@ -128,6 +129,10 @@ class PgqueueBroker(AsyncBroker):
         _logger.error("message %d of queue %s is rejected: %s", lease.id, lease.queue_name, error)
         self._claims.settle(lease, "reject")
         return None
+
+    def _claim(self, queue_name: str) -> list[tuple[Message, Lease]]:
+        with self._waiting:  # What `shutdown` does not know, it could not release.
+            return [] if self._is_closed else self._claims.claim(queue_name, 1)
 
     def _wait(self) -> None:
         with self._waiting:

@@ -101,6 +101,7 @@ class _Surroundings:
     def surround(self, work: Delivery | list[Delivery], call_next: Callable[[], None]) -> None:
         """Middleware of the consumer."""
         delivery = work[0] if isinstance(work, list) else work
+        self._hooks.pop(_key(delivery), None)  # of a call whose transaction was rolled back
         with self._connections_of_thread():
             if not self._in_transaction:
                 call_next()
@@ -162,7 +163,7 @@ class _Surroundings:
     def _keep(self, delivery: Delivery, detail: str, hooks: list[Any]) -> None:
         """Keep functions until an event tells that their transaction was committed: a success, or one with a detail."""
         if hooks:
-            self._hooks[delivery.queue_name, delivery.message.id, delivery.attempt] = detail, hooks
+            self._hooks[_key(delivery)] = detail, hooks
 
     def observe(self, event: Event) -> None:
         """Call the functions of a message whose transaction was committed, and forget those of others."""
@@ -195,3 +196,7 @@ class _Surroundings:
             connection.close()
         if self._on_stop is not None:
             self._on_stop()
+
+
+def _key(delivery: Delivery) -> tuple[str, int, int]:
+    return delivery.queue_name, delivery.message.id, delivery.attempt
