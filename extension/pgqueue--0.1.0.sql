@@ -828,7 +828,8 @@ create table pgqueue.sink_commits (
     constraint sink_commits_pkey primary key (app_id, version)
 );
 -- One row of an app_id has it: without this index a commit would read all commits of its app_id.
-create index sink_commits_forgotten on pgqueue.sink_commits (app_id, forgotten_version) where forgotten_version is not null;
+create index sink_commits_forgotten on pgqueue.sink_commits (app_id, forgotten_version)
+where forgotten_version is not null;
 comment on table pgqueue.sink_commits is
 'The ledger of sink_commit: what is listed here is not sent again. A run without an app_id is listed under its own id.';
 comment on column pgqueue.sink_commits.forgotten_version is
@@ -3065,11 +3066,11 @@ create function pgqueue._replace_message(
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set jit = off as $$
 declare
-    new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
+    new_due_at constant timestamptz := pgqueue._add_interval(at, delay);
 begin
     -- If another transaction has locked the row, it claims or replaces the message.
     update pgqueue.scheduled_messages s
-    set due_at = new_due_at, expires_at = _replace_message.expires_at,
+    set due_at = pgqueue._clamp_due_at(new_due_at), expires_at = _replace_message.expires_at,
         message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
         headers = _replace_message.headers, transport_headers = null
     where s.ctid = (
@@ -3097,7 +3098,7 @@ begin
             returning m
         )
         insert into pgqueue.scheduled_messages
-        select (pgqueue._as_scheduled(d.m, new_due_at, (d.m).attempt_count)).* from moved d;
+        select (pgqueue._as_scheduled(d.m, pgqueue._clamp_due_at(new_due_at), (d.m).attempt_count)).* from moved d;
     end if;
     perform pgqueue._announce_due(q, new_due_at);
     return true;

@@ -436,7 +436,8 @@ create table pgqueue.sink_commits (
     constraint sink_commits_pkey primary key (app_id, version)
 );
 -- One row of an app_id has it: without this index a commit would read all commits of its app_id.
-create index sink_commits_forgotten on pgqueue.sink_commits (app_id, forgotten_version) where forgotten_version is not null;
+create index sink_commits_forgotten on pgqueue.sink_commits (app_id, forgotten_version)
+where forgotten_version is not null;
 comment on table pgqueue.sink_commits is
 'The ledger of sink_commit: what is listed here is not sent again. A run without an app_id is listed under its own id.';
 comment on column pgqueue.sink_commits.forgotten_version is

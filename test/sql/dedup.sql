@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(119);
+select plan(120);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -278,6 +278,13 @@ create or replace function pgqueue._is_dump_running() returns boolean language s
 select pgqueue._truncate_dedup_keys(pgqueue._now()) \g /dev/null
 select is(pg_temp.recorded(), 1::bigint, 'the table of the period that has ended is truncated');
 select is(pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k'), :sliced_id::bigint, 'a key that is recorded for the present period stays taken after the truncation');
+
+-- A lock of the table delays the statement that replaces a message.
+select pgqueue.enqueue('dedup-sliced', '1', delay => '1 h', dedup_key => 'late') as late_id \gset
+create function pg_temp.pass() returns trigger language plpgsql as $$ begin perform pg_temp.at('2030-01-01 13:02:00'); return null; end $$;
+create trigger pass before update on pgqueue.scheduled_messages for each statement execute function pg_temp.pass();
+select pgqueue.enqueue('dedup-sliced', '2', dedup_key => 'late', on_duplicate => 'replace') \g /dev/null
+select is((select s.due_at from pgqueue.scheduled_messages s where s.id = :late_id), '2030-01-01 13:01:59.9+00', 'a replaced message is due at most 100 ms before the clock of the statement that writes it');
 
 select * from finish();
 rollback;
