@@ -97,6 +97,18 @@ def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller
     assert "died" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
 
 
+def test_a_task_that_no_agent_has_begun_for_long_fails(site: Site, config: Path, controller: Server) -> None:
+    name = new_name()
+    controller.create(name, wait=False)
+    with psycopg.connect(site.control, autocommit=True) as connection:
+        connection.execute(
+            "update pgqueue_http.tasks set created_at = now() - interval '8 days' where status = 'pending'"
+        )
+    with in_process(config):
+        controller.until(lambda: controller.status(name) == "Failed")
+    assert "within 3 days" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
+
+
 def test_a_queue_deleted_before_provisioning_is_never_created(site: Site, config: Path, controller: Server) -> None:
     name = new_name()
     controller.create(name, wait=False)

@@ -301,13 +301,15 @@ async def set_status(
 
 
 async def delete_old_records(connection: Connection, *tables: str) -> None:
-    """Delete the tasks and stored responses that are older than a week, and older rows of the audit."""
+    """Delete the tasks that have ended and stored responses after a week, and older rows of the audit."""
     for table in tables or _RECORDS:
         # In batches: one statement for all rows could exceed the statement timeout each time, and would never succeed.
         column, days = _RECORDS[table]
+        # An agent lets a task that is too old fail. Without it, the queue would keep its status for ever.
+        ended = " and status in ('completed', 'failed')" if table == "tasks" else ""
         statement = (
             f"delete from pgqueue_http.{table} where ctid = any (array(select ctid from pgqueue_http.{table}"
-            f" where {column} < now() - make_interval(days => %s) order by {column} limit {_DELETE_BATCH}))"
+            f" where {column} < now() - make_interval(days => %s){ended} order by {column} limit {_DELETE_BATCH}))"
         )
         while (await connection.execute(statement, [days])).rowcount == _DELETE_BATCH:
             pass
