@@ -330,6 +330,13 @@ def test_the_next_broker_of_a_list_is_used_if_one_cannot_be_reached(database: st
         assert Queue(name)(broker.default_channel).get(no_ack=True).payload == "x"
 
 
+def test_a_statement_that_a_time_limit_has_interrupted_does_not_hinder_the_next(database: str, name: str) -> None:
+    with broker_of(database) as broker:
+        broker.ensure_connection()
+        broker.transport.session._connection.pgconn.send_query(b"select pg_sleep(600)")  # Nobody reads its result.
+        send(broker, "x", Queue(name))
+
+
 def test_the_transport_can_be_named_by_its_module(database: str) -> None:
     url = broker_url(database).replace("pgqueue://", "postgresql://")
     with Connection(url, transport="pgqueue.contrib.celery:Transport") as broker:

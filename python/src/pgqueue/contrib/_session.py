@@ -5,6 +5,7 @@ import threading
 from typing import Any, Final, TypeVar
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from .._adapters import JsonDumps, JsonLoads
 from .._calls import Bound, Call
@@ -52,7 +53,9 @@ class Session:
             inherited.append(self._connection)
             self._connection, self._lock, self._pid = None, threading.RLock(), os.getpid()
         with self._lock:
-            if self._connection is not None and is_broken(self._connection):
+            # A statement is left running where a signal handler has raised meanwhile, such as a time limit of Celery.
+            own = self._connection
+            if own is not None and (is_broken(own) or own.pgconn.transaction_status != TransactionStatus.IDLE):
                 self.close()
             if self._connection is None:
                 self._connection = connect(self.conninfo)
