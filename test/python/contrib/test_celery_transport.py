@@ -262,6 +262,9 @@ def test_tasks_are_sent_in_the_transaction_of_the_caller(
             app.send_task("shop.add", (5, 6), connection=broker)
         caller.commit()
         assert stored.stats().ready_messages == 2
+        not_connected: Any = None
+        with pytest.raises(TypeError, match="is None before"), transaction_of(not_connected):
+            app.send_task("shop.add", (7, 8), connection=broker)
 
 
 def test_sql_can_send_a_task(database: str, name: str, connection: psycopg.Connection[Any]) -> None:

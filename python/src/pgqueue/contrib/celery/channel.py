@@ -17,6 +17,7 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 from kombu.utils.uuid import uuid
 
 from ... import _calls
+from ..._connections import check_connection
 from ...errors import QueueBusy, QueueNotFound
 from ...message import Message
 from .._leases import Claims, Lease
@@ -40,8 +41,10 @@ _callers: ContextVar[psycopg.Connection[Any] | None] = ContextVar("pgqueue_conne
 def transaction_of(connection: psycopg.Connection[Any]) -> Iterator[None]:
     """Send all tasks of this block in the open transaction of a connection of psycopg: they exist if it commits.
 
-    In Django this is `connection.connection`, in SQLAlchemy `session.connection().connection.driver_connection`.
+    In Django this is `connection.connection`, in SQLAlchemy `session.connection().connection.driver_connection`. Raises
+    `TypeError` for another object, such as the None of Django before it has connected.
     """
+    check_connection(connection, psycopg.Connection)
     token = _callers.set(connection)
     try:
         yield
