@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(177);
+select plan(178);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -309,6 +309,9 @@ select pgqueue.enqueue('archive_hindered', '2') \g /dev/null
 select c.id from pgqueue.claim('archive_hindered', 10) c \g /dev/null
 select throws_ok($$ select pgqueue.ack(m.queue_name, m.id, null) from pgqueue.messages m where m.queue_name = 'archive_hindered' $$, '22023', null, 'ack refuses a null token in a queue with an archive');
 select throws_ok($$ select pgqueue.ack_batch(m.queue_name, array[m.id], null) from pgqueue.messages m where m.queue_name = 'archive_hindered' $$, '22023', null, 'ack_batch refuses a null token in a queue with an archive');
+create trigger no_space before insert on pgqueue.archived_messages execute function pg_temp.no_space();
+select throws_ok($$ select pgqueue.ack(m.queue_name, m.id, m.claim_token) from pgqueue.messages m where m.queue_name = 'archive_hindered' $$, '53100', null, 'ack keeps a message that a full disk keeps from the archive');
+drop trigger no_space on pgqueue.archived_messages;
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
 
 -- A view depends on a day table.
