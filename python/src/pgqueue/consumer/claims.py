@@ -214,7 +214,7 @@ class Claims:
             acks = [message for message, result in due.items() if result.statement is None]
             others = [message for message, result in due.items() if result.statement is not None]
             try:
-                # Acknowledgements come first. They succeed on a full disk, except in an archive, and make room for the rest.
+                # Acknowledgements come first. Without an archive they succeed on a full disk, and make room for others.
                 await self.in_parts(acks, settle)
                 for message in others:
                     if not await settle([message], message.is_locked):
