@@ -991,12 +991,13 @@ $$;
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 
+-- Neither strict nor immutable: PostgreSQL could not inline these two.
 create function pgqueue._with_number(number bigint, noun text) returns text
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
 create function pgqueue._element(argument text, place bigint, messages int) returns text
-language sql immutable strict parallel safe as $$
+language sql stable parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
@@ -1136,8 +1137,9 @@ language sql immutable parallel safe as $$
     where p.access = any (accesses)
 $$;
 
+-- Stable, as _to_micros.
 create function pgqueue._access_view(name_or_pattern text) returns text
-language sql immutable parallel safe
+language sql stable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 
 create function pgqueue._may_use(caller name, queue_name text, privileges text) returns boolean
@@ -1481,8 +1483,13 @@ comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
-language sql immutable parallel safe as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+language plpgsql immutable parallel safe as $$
+begin
+    return array(select unnest(ids) except select unnest(others) order by 1);
+end;
+$$;
 
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
 language sql immutable parallel safe as $$
@@ -2086,8 +2093,9 @@ end;
 $$;
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
+-- Not strict: PostgreSQL could not inline it.
 create function pgqueue.channel(queue_name text) returns text
-language sql immutable strict parallel safe
+language sql immutable parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
@@ -2104,7 +2112,7 @@ $$;
 
 create function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
 language sql volatile
-as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
+as $$ select case when q.dead_letter_to is not null then pg_notify(pgqueue.channel(q.dead_letter_to), '') end $$;
 
 create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -3612,9 +3620,11 @@ payload, body or headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._running_writers() returns text[]
-language sql volatile as $$
-    select array(
+language plpgsql volatile as $$
+begin
+    return array(
         select distinct l.virtualtransaction
         from pg_catalog.pg_locks l
         where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
@@ -3627,7 +3637,8 @@ language sql volatile as $$
                     select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
                 )
             )
-    )
+    );
+end;
 $$;
 comment on function pgqueue._running_writers() is
 'The running transactions that have written to messages, through the parent or directly to a partition, to
@@ -7046,10 +7057,13 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._check_page(max_messages int, after_id bigint) returns void
-language sql stable as $$
-    select pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
-    select pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0')
+language plpgsql stable as $$
+begin
+    perform pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
+    perform pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0');
+end;
 $$;
 -- Reports the depth of queues at a bounded cost: up to 10,000 messages are counted; more are estimated from samples at
 -- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
@@ -7409,8 +7423,9 @@ end;
 $$;
 
 create function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
-set enable_bitmapscan = off set enable_sort = off set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
@@ -8197,7 +8212,8 @@ create function pgqueue.claim_any(
     claimed_by text default null,
     caller pgqueue.caller default current_user
 ) returns setof pgqueue.message
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     queue_name text;
     wanted int := max_messages;
@@ -9377,13 +9393,16 @@ create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
--- current_user is the owner.
+-- current_user is the owner. In PL/pgSQL, as _level_registers.
 create function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
-language sql volatile as $$
+language plpgsql volatile as $$
+begin
+    return query
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
-    for update
+    for update;
+end;
 $$;
 
 -- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.
@@ -10628,13 +10647,18 @@ begin
 end;
 $$;
 
+-- In PL/pgSQL, as _level_registers.
 create function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
-language sql immutable parallel safe as $$
-    select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
-    from jsonb_each_text(
-        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
-        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
-    ) h
+language plpgsql immutable parallel safe as $$
+begin
+    return (
+        select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
+        from jsonb_each_text(
+            case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
+            || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
+        ) h
+    );
+end;
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
@@ -10771,8 +10795,9 @@ exception when lock_not_available then
 end;
 $$;
 
+-- Stable, as _to_micros.
 create function pgqueue._transport_table(q pgqueue.queues) returns text
-language sql immutable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+language sql stable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 
 create function pgqueue._transport_of(q pgqueue.queues) returns regclass
 language plpgsql volatile as $$

@@ -15,8 +15,9 @@ language sql immutable parallel safe as $$
     where p.access = any (accesses)
 $$;
 
+-- Stable, as _to_micros.
 create or replace function pgqueue._access_view(name_or_pattern text) returns text
-language sql immutable parallel safe
+language sql stable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 
 create or replace function pgqueue._may_use(caller name, queue_name text, privileges text) returns boolean

@@ -116,8 +116,11 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._check_page(max_messages int, after_id bigint) returns void
-language sql stable as $$
-    select pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
-    select pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0')
+language plpgsql stable as $$
+begin
+    perform pgqueue._require(max_messages between 1 and 10000, 'max_messages', max_messages::text, 'an integer from 1 to 10000');
+    perform pgqueue._require(after_id is not null, 'after_id', null, 'the last id of the previous page, or 0');
+end;
 $$;

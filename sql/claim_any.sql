@@ -7,7 +7,8 @@ create or replace function pgqueue.claim_any(
     claimed_by text default null,
     caller pgqueue.caller default current_user
 ) returns setof pgqueue.message
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
     queue_name text;
     wanted int := max_messages;

@@ -1,12 +1,13 @@
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 
+-- Neither strict nor immutable: PostgreSQL could not inline these two.
 create or replace function pgqueue._with_number(number bigint, noun text) returns text
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
 create or replace function pgqueue._element(argument text, place bigint, messages int) returns text
-language sql immutable strict parallel safe as $$
+language sql stable parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end

@@ -57,8 +57,13 @@ comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
-language sql immutable parallel safe as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+language plpgsql immutable parallel safe as $$
+begin
+    return array(select unnest(ids) except select unnest(others) order by 1);
+end;
+$$;
 
 create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
 language sql immutable parallel safe as $$

@@ -1,7 +1,8 @@
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
+-- Not strict: PostgreSQL could not inline it.
 create or replace function pgqueue.channel(queue_name text) returns text
-language sql immutable strict parallel safe
+language sql immutable parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
@@ -18,7 +19,7 @@ $$;
 
 create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
 language sql volatile
-as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
+as $$ select case when q.dead_letter_to is not null then pg_notify(pgqueue.channel(q.dead_letter_to), '') end $$;
 
 create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$

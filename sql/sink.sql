@@ -105,13 +105,16 @@ create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
--- current_user is the owner.
+-- current_user is the owner. In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
-language sql volatile as $$
+language plpgsql volatile as $$
+begin
+    return query
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
-    for update
+    for update;
+end;
 $$;
 
 -- Returns the number of messages sent of each token. Leaves out rows with a message over the limit of the queue.

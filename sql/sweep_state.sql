@@ -1,9 +1,11 @@
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._running_writers() returns text[]
-language sql volatile as $$
-    select array(
+language plpgsql volatile as $$
+begin
+    return array(
         select distinct l.virtualtransaction
         from pg_catalog.pg_locks l
         where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
@@ -16,7 +18,8 @@ language sql volatile as $$
                     select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
                 )
             )
-    )
+    );
+end;
 $$;
 comment on function pgqueue._running_writers() is
 'The running transactions that have written to messages, through the parent or directly to a partition, to

@@ -25,8 +25,9 @@ exception when lock_not_available then
 end;
 $$;
 
+-- Stable, as _to_micros.
 create or replace function pgqueue._transport_table(q pgqueue.queues) returns text
-language sql immutable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+language sql stable parallel safe as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 
 create or replace function pgqueue._transport_of(q pgqueue.queues) returns regclass
 language plpgsql volatile as $$

@@ -29,8 +29,9 @@ end;
 $$;
 
 create or replace function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access) returns timestamptz
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
-set enable_bitmapscan = off set enable_sort = off set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();

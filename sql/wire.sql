@@ -13,13 +13,18 @@ begin
 end;
 $$;
 
+-- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
-language sql immutable parallel safe as $$
-    select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
-    from jsonb_each_text(
-        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
-        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
-    ) h
+language plpgsql immutable parallel safe as $$
+begin
+    return (
+        select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
+        from jsonb_each_text(
+            case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
+            || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
+        ) h
+    );
+end;
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
