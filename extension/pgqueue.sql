@@ -7325,10 +7325,17 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at, true));
+        q := pgqueue._get_locked_queue(queue_name);
+    else
+        perform pgqueue._require_untruncated_messages();
+    end if;
+    -- _stats is stable: without the locks, a table looks empty if a compaction ends between its snapshot and its read.
+    lock table pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages, pgqueue.requeued_messages,
+        pgqueue.sweep_state in access share mode;
+    if q.name is not null then
+        return next pgqueue._add_totals(pgqueue._stats_and_record(q, at, true));
         return;
     end if;
-    perform pgqueue._require_untruncated_messages();
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
         -- The snapshot can be older than a drop_queue or another kind. The catalog shows the current state.
@@ -7410,7 +7417,9 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true);
+    -- The last one locks the table of the messages before the next statement takes its snapshot, as in
+    -- _record_vacant_ids.
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true), pgqueue._visible_at_of(q, 0);
     select
         least(
             (
@@ -8731,11 +8740,12 @@ archive_for; or null, the default, for what the queue does at that time. Raises 
 create function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
 ) returns setof pgqueue.stream
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
+    perform pgqueue._require_untruncated('{pgqueue.streams}');
     return query
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l

@@ -281,10 +281,17 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at, true));
+        q := pgqueue._get_locked_queue(queue_name);
+    else
+        perform pgqueue._require_untruncated_messages();
+    end if;
+    -- _stats is stable: without the locks, a table looks empty if a compaction ends between its snapshot and its read.
+    lock table pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages, pgqueue.requeued_messages,
+        pgqueue.sweep_state in access share mode;
+    if q.name is not null then
+        return next pgqueue._add_totals(pgqueue._stats_and_record(q, at, true));
         return;
     end if;
-    perform pgqueue._require_untruncated_messages();
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
         -- The snapshot can be older than a drop_queue or another kind. The catalog shows the current state.

@@ -106,11 +106,12 @@ archive_for; or null, the default, for what the queue does at that time. Raises 
 create or replace function pgqueue.list_streams(
     queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
 ) returns setof pgqueue.stream
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
     if queue_name is not null then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
+    perform pgqueue._require_untruncated('{pgqueue.streams}');
     return query
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l

@@ -39,7 +39,9 @@ declare
     living bigint;
     due_at timestamptz;
 begin
-    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true);
+    -- The last one locks the table of the messages before the next statement takes its snapshot, as in
+    -- _record_vacant_ids.
+    perform pgqueue._require_untruncated_messages(), pgqueue._record_if_old(q, true), pgqueue._visible_at_of(q, 0);
     select
         least(
             (
