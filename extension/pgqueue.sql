@@ -88,9 +88,10 @@ comment on column pgqueue.message.enqueued_at is 'when it was sent';
 comment on column pgqueue.message.visible_at is
 'when it is ready: of a claimed message the end of its claim, of a scheduled one its due time';
 comment on column pgqueue.message.expires_at is 'when it stops being delivered; null: never';
-comment on column pgqueue.message.claimed_by is 'the name that the last claim gave; null if none';
+comment on column pgqueue.message.claimed_by is
+'the name that the last claim gave; null if none, or if the message was given back';
 comment on column pgqueue.message.claim_token is
-'the token of the last claim, which ack, nack and extend need; null if it was not claimed';
+'the token of the last claim, which ack, nack and extend need; null if it was not claimed, or was given back';
 comment on column pgqueue.message.last_error is 'the error of the last failed attempt; null if none';
 
 create type pgqueue.exchanged as (
@@ -1810,7 +1811,7 @@ create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.qu
 language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(s.name, s.value,
-        format('unchanged: create_queue has decided this for the dedicated queue %L', after.name))
+        format('unchanged for the dedicated queue %L, whose table is made for its settings', after.name))
     from (
         values
         ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
@@ -2513,7 +2514,7 @@ backoff_factor for each attempt after the first, at most backoff_max, minus a ra
 to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum
 time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to
 10 years) is for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as
-by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. A later
 create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
 dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
 long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
@@ -2667,7 +2668,8 @@ end;
 $$;
 comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
-sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
+sent, acknowledged and returned. Returns false if the queue was paused already. Waits for a transaction that has changed
+the queue. Raises PQ001.';
 
 create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -2685,7 +2687,8 @@ begin
 end;
 $$;
 comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
-'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Waits as
+pause_queue does. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
 create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
@@ -2834,8 +2837,9 @@ browse_dead_messages and purge_dead_messages find them by that name. After a que
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
 called before. Queues whose dead_letter_to is this queue keep their dead letters from then on. Archived messages of the
 queue are kept under its name for its archive_for. The call removes everything in one transaction. If statement_timeout
-is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, and PQ004 if a longer transaction
-uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
+is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, PQ004 if a longer transaction
+uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped, and 2BP01 if another
+object depends on the relation of its transport.';
 -- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
 -- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. A
 -- lookup reads one table. The unique index of that table decides which of two concurrent senders adds its message. The
@@ -10254,6 +10258,7 @@ begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
     from (values
         ('name', s.name, char_length(s.name) between 1 and 255 and s.name !~ '[[:cntrl:]]', '1 to 255 characters, without control characters'),
+        ('payload', null, s.payload is not null, 'a JSON document, such as ''null'''),
         ('paused', null, s.paused is not null, 'true or false'),
         ('catch_up', null, s.catch_up is not null, 'true or false'),
         ('headers', s.headers::text, s.headers is null or jsonb_typeof(s.headers) = 'object', 'a JSON object')
@@ -11582,7 +11587,7 @@ comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uui
 'Creates the result of a message, with the status ready, and returns its enqueued_at. Call it in the transaction of
 enqueue, with the id that it has returned. message_id, by which get_result finds it, is that of the message, or another
 UUID that no result has. task is for the program that reads the result, such as the name of a function and its
-arguments; it has at most max_payload_bytes. expires_in, from 0 to 3652.5 days, counts from the end of the message.
+arguments; it has at most max_payload_bytes. expires_in, from 0 to 10 years, counts from the end of the message.
 Raises 22023, 23505 (the message or message_id has a result), PQ001, PQ003.';
 
 create function pgqueue.update_result(

@@ -146,5 +146,6 @@ browse_dead_messages and purge_dead_messages find them by that name. After a que
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
 called before. Queues whose dead_letter_to is this queue keep their dead letters from then on. Archived messages of the
 queue are kept under its name for its archive_for. The call removes everything in one transaction. If statement_timeout
-is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, and PQ004 if a longer transaction
-uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
+is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, PQ004 if a longer transaction
+uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped, and 2BP01 if another
+object depends on the relation of its transport.';

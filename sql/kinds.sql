@@ -88,7 +88,7 @@ create or replace function pgqueue._check_dedicated(before pgqueue.queues, after
 language plpgsql stable as $$
 begin
     perform pgqueue._raise_invalid(s.name, s.value,
-        format('unchanged: create_queue has decided this for the dedicated queue %L', after.name))
+        format('unchanged for the dedicated queue %L, whose table is made for its settings', after.name))
     from (
         values
         ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),

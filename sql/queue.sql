@@ -215,7 +215,7 @@ backoff_factor for each attempt after the first, at most backoff_max, minus a ra
 to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum
 time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to
 10 years) is for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as
-by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. A later
 create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
 dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
 long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
@@ -369,7 +369,8 @@ end;
 $$;
 comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
-sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
+sent, acknowledged and returned. Returns false if the queue was paused already. Waits for a transaction that has changed
+the queue. Raises PQ001.';
 
 create or replace function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -387,4 +388,5 @@ begin
 end;
 $$;
 comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
-'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Waits as
+pause_queue does. Raises PQ001.';

@@ -51,7 +51,7 @@ comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uui
 'Creates the result of a message, with the status ready, and returns its enqueued_at. Call it in the transaction of
 enqueue, with the id that it has returned. message_id, by which get_result finds it, is that of the message, or another
 UUID that no result has. task is for the program that reads the result, such as the name of a function and its
-arguments; it has at most max_payload_bytes. expires_in, from 0 to 3652.5 days, counts from the end of the message.
+arguments; it has at most max_payload_bytes. expires_in, from 0 to 10 years, counts from the end of the message.
 Raises 22023, 23505 (the message or message_id has a result), PQ001, PQ003.';
 
 create or replace function pgqueue.update_result(

@@ -123,6 +123,7 @@ begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
     from (values
         ('name', s.name, char_length(s.name) between 1 and 255 and s.name !~ '[[:cntrl:]]', '1 to 255 characters, without control characters'),
+        ('payload', null, s.payload is not null, 'a JSON document, such as ''null'''),
         ('paused', null, s.paused is not null, 'true or false'),
         ('catch_up', null, s.catch_up is not null, 'true or false'),
         ('headers', s.headers::text, s.headers is null or jsonb_typeof(s.headers) = 'object', 'a JSON object')

@@ -64,9 +64,10 @@ comment on column pgqueue.message.enqueued_at is 'when it was sent';
 comment on column pgqueue.message.visible_at is
 'when it is ready: of a claimed message the end of its claim, of a scheduled one its due time';
 comment on column pgqueue.message.expires_at is 'when it stops being delivered; null: never';
-comment on column pgqueue.message.claimed_by is 'the name that the last claim gave; null if none';
+comment on column pgqueue.message.claimed_by is
+'the name that the last claim gave; null if none, or if the message was given back';
 comment on column pgqueue.message.claim_token is
-'the token of the last claim, which ack, nack and extend need; null if it was not claimed';
+'the token of the last claim, which ack, nack and extend need; null if it was not claimed, or was given back';
 comment on column pgqueue.message.last_error is 'the error of the last failed attempt; null if none';
 
 create type pgqueue.exchanged as (

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(358);
+select plan(359);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -170,6 +170,8 @@ from unnest(array[
     $$ select pgqueue.nack('errors', 1, gen_random_uuid(), '3653 days') $$, $$ select pgqueue.sweep_staged('3653 days') $$,
     $$ select pgqueue.sweep_staged(forget_after => '3653 days') $$
 ]) as c (statement);
+select is(pg_temp.hint($$ select pgqueue.create_schedule('errors', 'errors', '@daily', null) $$), 'payload must be a JSON document, such as ''null''.',
+    'the hint of create_schedule about its payload names no argument that it does not have');
 select matches(pg_temp.hint(c.statement), 'once for each column', format('the hint of %s says that PostgreSQL calls a function in (f()).* once for each column', c.code))
 from (values
     ('PQ002', $$ select (pgqueue.create_queue('errors_columns')).* $$), ('PQ006', $$ select pgqueue._raise('stream_fenced', 's', 'q', '1', '2') $$)
