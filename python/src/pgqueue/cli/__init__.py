@@ -50,9 +50,9 @@ Exit status:
   0        done
   1        an error of the database, the queue or the input
   2        wrong usage
-  3        nothing to claim, no such message, a claim lost, a finding of
-           doctor, a table that compact did not compact, or a difference
-           that apply --dry-run found
+  3        nothing to claim, no such message, a claim lost, nothing to drop
+           or to subscribe, a finding of doctor, a table that compact did
+           not compact, or a difference that apply --dry-run found
   128 + n  ended by signal n
 """
 
@@ -103,9 +103,9 @@ command(app, _MESSAGES, "browse orders --state scheduled")(messages.browse)
 command(app, _MESSAGES, "cancel orders 42 43")(messages.cancel)
 command(app, _MESSAGES, "reschedule orders 42")(messages.reschedule)
 command(app, _MESSAGES, "claim orders --max 10 --json")(messages.claim)
-command(app, _MESSAGES, "extend orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.extend)
-command(app, _MESSAGES, "ack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.ack)
-command(app, _MESSAGES, "nack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 --error declined")(messages.nack)
+command(app, _MESSAGES, "extend orders 42 43 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11")(messages.extend)
+command(app, _MESSAGES, "ack orders 42 43 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11")(messages.ack)
+command(app, _MESSAGES, "nack orders 42 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 --error declined")(messages.nack)
 
 _dead = typer.Typer(no_args_is_help=True)
 app.add_typer(

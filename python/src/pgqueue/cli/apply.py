@@ -108,8 +108,9 @@ def apply(
     """Make queues, subscriptions and schedules those of a file.
 
     Shows the differences, then makes all changes or none. Several processes may do it at the same time. What the file
-    does not name stays; with --prune, queues, schedules and topics that are not in their table are dropped. A queue
-    with a new name is a new queue: --prune drops the one with the old name and its messages.
+    does not name stays. --prune drops queues or schedules that the file does not name if it has a table of them, and
+    topics of queues for which it has topics. A queue with a new name is a new queue: --prune drops the one with the
+    old name and its messages.
 
     The exit status is 3 if --dry-run finds a difference.
     """
