@@ -7639,8 +7639,10 @@ begin
             where w.visible_at > at and w.claimed_attempt = w.attempt_count and not w.is_unclaimed
                 and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h')),
         array_agg(w.id) filter (
-            where q.group_limit = 1 and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
-                and (w.is_unclaimed or not isfinite(w.visible_at))),
+            where q.group_limit is not null and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
+                -- Released or redriven while the clock was ahead, or waiting for a retry.
+                and (w.attempt_count = 0 and w.enqueued_at <= at + interval '1 min'
+                    or q.group_limit = 1 and (w.is_unclaimed or not isfinite(w.visible_at)))),
         max(greatest(w.enqueued_at, w.claimed_at)) filter (where isfinite(w.enqueued_at)),
         min(w.id) filter (where q.group_limit is null and w.headers ->> 'pgqueue.group' is not null),
         min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null)
@@ -7685,7 +7687,7 @@ comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
 'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
 lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
 until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
-shown. hidden_ids: messages hidden for longer than backoff_max with group_limit 1. grouped_id, ranked_id: the first
+shown. hidden_ids: messages hidden for longer than backoff_max with group_limit. grouped_id, ranked_id: the first
 messages with a group and with a priority that have no effect.';
 
 create function pgqueue._clock_findings(
@@ -7817,19 +7819,23 @@ begin
     union all
     (
         select
-            'warning', q.name, 'held_group',
-            format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
-                m.visible_at),
-            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
-                at, q.name, m.id)
+            case when w.holds then 'warning' else 'info' end, q.name, case when w.holds then 'held_group' else 'late_retries' end,
+            case when w.holds
+                then format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id, m.visible_at)
+                else format('message %s is hidden until %s: somebody asked for it, or the clock was ahead', m.id, m.visible_at) end,
+            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- %s', at, q.name, m.id,
+                case when w.holds then 'or delete the message' else 'if nobody has asked for it' end)
         from unnest(r.hidden_ids) as hidden_id
         cross join lateral (select c.* from pgqueue.messages c where c.queue_name = q.name and c.id = hidden_id limit 1) m
-        where exists (
-            select from pgqueue.messages c
-            where pgqueue._is_in_queue(c, q.kind, q.name) and c.id > m.id
-                and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-        )
-        order by m.id limit 10
+        cross join lateral (
+            select q.group_limit = 1 and exists (
+                select from pgqueue.messages c
+                where pgqueue._is_in_queue(c, q.kind, q.name) and c.id > m.id
+                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+            ) as holds
+        ) w
+        where w.holds or m.attempt_count = 0 and m.enqueued_at <= at + interval '1 min'
+        order by w.holds desc, m.id limit 10
     )
     union all
     select

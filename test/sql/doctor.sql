@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(200);
+select plan(202);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -374,6 +374,15 @@ begin
     return next is((select c.payload from pgqueue.claim(queue) c), '2'::jsonb, 'the repair of held_group shows a message that was hidden for ever');
     update pgqueue.messages b set visible_at = 'infinity' where b.queue_name = queue and b.payload = '2';
     return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['warning held_group'], 'doctor reports a group that waits for a claim without end');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '4', group_key => 'a');
+    perform pgqueue.reject(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
+    perform pg_temp.pass('1 day');
+    perform pgqueue.redrive(queue);
+    perform pg_temp.pass('-1 day');
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['info late_retries'], 'doctor reports a message of a group that was redriven while the clock was ahead');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'late_retries');
+    return next is((select c.payload from pgqueue.claim(queue) c), '4'::jsonb, 'the repair of late_retries makes the message ready');
     perform pgqueue.drop_queue(queue);
 end;
 $$;
