@@ -71,6 +71,7 @@ def test_a_configuration_file_defines_services_and_users() -> None:
         ({"tasks": {"visibility_timeout_seconds": 43201}}, "<= 43200"),
         ({"limits": {"request_seconds": 0.5}}, "limits.request_seconds: Expected `float` >= 1"),
         ({"limits": {"client_connections": 9}}, "limits.client_connections: Expected `int` >= 10"),
+        ({"limits": {"user_requests_per_second": 5}}, "limits.user_requests_per_second: Expected `int` <= 0"),
         ({"limits": {"requests": 1}}, "limits: Object contains unknown field `requests`"),
         ({"user": {}}, "Object contains unknown field `user`"),
         ({"services": {"a": "dbname=x"}}, "services.a: Expected `object`, got `str`"),

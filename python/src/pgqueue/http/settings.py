@@ -52,6 +52,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     connections: Annotated[int, Meta(ge=1, le=1000)] = 10
     client_connections: Annotated[int, Meta(ge=10, le=100_000)] = 2000
     sample_seconds: Annotated[float, Meta(ge=0.2, le=3600)] = 2.0
+    user_requests_per_second: Annotated[int, Meta(ge=0, le=0)] = 0  # so that older files are still read
     session_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 28800
 
 
