@@ -8434,7 +8434,10 @@ begin
     open unfiled for
         select f.id, f.ctid as place, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
         from pgqueue.unfiled_messages f
-        where f.finished_at < (select pgqueue._archive_expiry(confirmed_at)) or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
+        -- The array is computed once: any number of messages can wait for their day.
+        where f.finished_at < (select pgqueue._archive_expiry(confirmed_at))
+            or pgqueue._utc_day(f.finished_at) = any (array(select d from pgqueue._days() d))
+            and pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
     for n in 1..case when is_commit then 2 else 1000000 end loop
         places := (pgqueue._fetch_slice(unfiled)).places;
         exit when places = '{}';

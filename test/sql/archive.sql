@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(178);
+select plan(179);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -367,6 +367,18 @@ select is(pg_temp.findings() @> array['error archive_mark'], true, 'doctor repor
 do $$ begin execute (select f.repair from pgqueue.doctor() f where f.finding = 'archive_mark'); end $$;
 select is(pg_temp.findings(), '{}'::text[], 'the repair that doctor proposes removes the finding');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 1::bigint, 'the repair creates the archives_ mark of the queue');
+
+-- Messages that wait for their day are passed without a look at the catalog.
+create temporary sequence looks;
+create or replace function pgqueue._has_day_partition(day date) returns boolean language plpgsql volatile as $$
+begin
+    return nextval('looks') > 0 and pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass;
+end;
+$$;
+insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts)
+select n, 'archive_raw', pgqueue._now(), pgqueue._now() + case n when 100 then interval '0' else interval '1 year' end, 1, 5 from generate_series(1, 100) n;
+select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select results_eq($$ select currval('looks'), count(*) from pgqueue.unfiled_messages u where u.queue_name = 'archive_raw' $$, $$ values (2::bigint, 99::bigint) $$, 'a message is filed behind others that wait for their day');
 
 select * from finish();
 rollback;
