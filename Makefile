@@ -53,7 +53,7 @@ do $$$$
 begin
     if not exists (
         select from pg_catalog.pg_attribute a
-        where a.attrelid = 'pgqueue.queues'::pg_catalog.regclass and a.attname = 'kind' and not a.attisdropped
+        where a.attrelid = pg_catalog.to_regclass('pgqueue.compactions') and a.attname = 'handler'
     ) then
         raise exception using
             errcode = 'feature_not_supported',

@@ -472,7 +472,7 @@ create table pgqueue.messages (
     claimed_at timestamptz,
     transport_headers text,
     transport_id uuid,
-    place bigint,
+    transport_seq bigint,
     kind bigint
 ) partition by list (kind);
 comment on table pgqueue.messages is
@@ -485,11 +485,10 @@ comment on column pgqueue.messages.transport_headers is
 'The headers in the text form that a transport writes and reads; null if no transport uses the message.';
 comment on column pgqueue.messages.transport_id is
 'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
-comment on column pgqueue.messages.place is
-'Where the message stands among the others, if its id does not say it. In a queue with the relation of a transport: its
-seq there. An id cannot serve as seq: all queues share one sequence, so the gaps between the ids of a queue can exceed
-the range in which a transport counts. In a queue with priorities: the place of a message that came due, among those of
-its priority.';
+comment on column pgqueue.messages.transport_seq is
+'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
+gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
+of a message that came due, among those of its priority; null if the id is its place.';
 comment on column pgqueue.messages.kind is
 'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; a claim of a
 queue of another kind then moves the message to the partition of that kind.';
@@ -537,7 +536,7 @@ declare
         ' + 4611686018427387904, id), (id + 0)';
     by_level constant text :=
         '(queue_name || ''''), (((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
-        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(place, id) & 576460752303423487))';
+        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487))';
     claimed constant text :=
         '((queue_name || ''''), (id + 0)) where attempt_count > 0'
         ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)';
@@ -886,7 +885,7 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a seq up to this one.';
+comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
 'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
 
@@ -1853,11 +1852,11 @@ language sql immutable parallel safe as $$
 $$;
 comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is messages.place or, if that is null, the id. A priority that is not a number from 0 to 9 counts as 0.';
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
 create function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
-as $$ select pgqueue._level_position(m.headers, coalesce(m.place, m.id)) $$;
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
 
 create function pgqueue._level_start(level_position bigint) returns bigint
 language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;
@@ -4077,7 +4076,7 @@ begin
     arrived as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers, place, claimed_attempt, kind
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt, kind
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
@@ -10756,7 +10755,7 @@ begin
         case when new.id not between pgqueue._transport_id(0) and pgqueue._transport_id((1::bigint << 60) - 1) then new.id end,
         q.kind
     )
-    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then place end into new.seq;
+    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into new.seq;
     perform pgqueue._wake_if_waiting(q, at);
     return new;
 end;
@@ -10765,7 +10764,7 @@ $$;
 create function pgqueue._assign_transport_place() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    new.place := nextval(tg_argv[0]::regclass);
+    new.transport_seq := nextval(tg_argv[0]::regclass);
     new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
     new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
     return new;
@@ -10893,7 +10892,7 @@ begin
     -- ones.
     perform pgqueue._adopt_messages(q);
     perform pgqueue._record_vacant_ids(q, at, 0);
-    -- An insert takes an id first and a place second. A message that moves keeps its id. So bound_seq is read
+    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
     -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
     -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
     if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
@@ -10902,7 +10901,7 @@ begin
         t.bound_id := nextval('pgqueue.message_id');
     end if;
     execute format(
-        'select m.place from %s m where m.place >= $1 order by m.place limit 1', pgqueue._partition_of(q))
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
     into lowest using t.head;
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
@@ -10921,11 +10920,11 @@ create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_stri
 language sql stable as $$
     select format(
         'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.place as seq from %4$s m'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
         -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
         -- lookup by key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
-        ' and m.place >= ('
+        ' and m.transport_seq >= ('
         ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
         ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
         -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
@@ -10937,7 +10936,7 @@ language sql stable as $$
             ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
         end,
         case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
-        case when flavor = 'sqlserver' then ' m.place as rowversion,' end,
+        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
@@ -10959,7 +10958,7 @@ begin
         'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
-        -- place. Creating the trigger takes the same lock anyway.
+        -- transport_seq. Creating the trigger takes the same lock anyway.
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
@@ -10970,7 +10969,7 @@ begin
     partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
     execute format(
-        'update %s m set place = o.n, transport_id = pgqueue._transport_id(m.id),'
+        'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
     execute format('select setval(%L, greatest(count(*), 1), count(*) > 0) from %s', register, partition);
@@ -10978,19 +10977,19 @@ begin
     -- any statistics every index seems to find one row, and the planner takes the smaller index, or the one created
     -- last. For a search by id that must be the index on transport_id.
     execute format(
-        'create unique index %I on %s (place) with (fillfactor = 30)', name || '_place', partition);
+        'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
-    -- The statistics of a queue mostly say that it was empty. Even then, reading it in the order of place must
+    -- The statistics of a queue mostly say that it was empty. Even then, reading it in the order of transport_seq must
     -- look cheaper than reading and sorting all rows. So keep no statistics of that column: they would tell the planner
     -- the physical order of the rows. The low threshold renews the other statistics soon.
-    execute format('alter table %s alter place set statistics 0', partition);
+    execute format('alter table %s alter transport_seq set statistics 0', partition);
     execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
         name || '_expires', partition);
     execute format(
-        'create trigger place_for_transport before insert on %s for each row when (new.place is null)'
+        'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
-    -- Fire the trigger also in sessions that have triggers disabled: a row without place is never received.
+    -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
     -- The key keeps a dump that is restored twice from adding a second row.
     execute format(
@@ -11105,7 +11104,7 @@ begin
     execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
     perform pgqueue._sync_archive_trigger(q);
     execute format(
-        'drop index if exists pgqueue.messages_%1$s_place, pgqueue.messages_%1$s_transport_id,'
+        'drop index if exists pgqueue.messages_%1$s_transport_seq, pgqueue.messages_%1$s_transport_id,'
         ' pgqueue.messages_%1$s_expires', q.queue_id);
     execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
@@ -11187,7 +11186,7 @@ begin
         return;
     end if;
     execute format(
-        'select greatest(t.head - 1, t.settled_seq, (select max(m.place) from %s m)), t.seq_register,'
+        'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register,'
         ' pgqueue._transport_address(t.relation),'
         ' (select bool_or(m.expires_at is not null) from (select c.expires_at from %1$s c limit 1000) m) from %2$s t',
         partition, table_name)
@@ -11201,7 +11200,7 @@ begin
             format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_seq, register),
             format(
                 'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
-                ' update %3$s set place = nextval(%1$L) where place < (select t.head from %4$s t);',
+                ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
                 register, top_seq, partition, table_name))::pgqueue.finding;
     end if;
     if expires and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)') then

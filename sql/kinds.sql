@@ -107,11 +107,11 @@ language sql immutable parallel safe as $$
 $$;
 comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is messages.place or, if that is null, the id. A priority that is not a number from 0 to 9 counts as 0.';
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
 create or replace function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
-as $$ select pgqueue._level_position(m.headers, coalesce(m.place, m.id)) $$;
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
 
 create or replace function pgqueue._level_start(level_position bigint) returns bigint
 language sql immutable parallel safe as $$ select (level_position >> 59) << 59 $$;

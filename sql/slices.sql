@@ -27,7 +27,7 @@ begin
     arrived as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers, place, claimed_attempt, kind
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt, kind
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,

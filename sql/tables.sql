@@ -79,7 +79,7 @@ create table pgqueue.messages (
     claimed_at timestamptz,
     transport_headers text,
     transport_id uuid,
-    place bigint,
+    transport_seq bigint,
     kind bigint
 ) partition by list (kind);
 comment on table pgqueue.messages is
@@ -92,11 +92,10 @@ comment on column pgqueue.messages.transport_headers is
 'The headers in the text form that a transport writes and reads; null if no transport uses the message.';
 comment on column pgqueue.messages.transport_id is
 'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
-comment on column pgqueue.messages.place is
-'Where the message stands among the others, if its id does not say it. In a queue with the relation of a transport: its
-seq there. An id cannot serve as seq: all queues share one sequence, so the gaps between the ids of a queue can exceed
-the range in which a transport counts. In a queue with priorities: the place of a message that came due, among those of
-its priority.';
+comment on column pgqueue.messages.transport_seq is
+'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
+gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
+of a message that came due, among those of its priority; null if the id is its place.';
 comment on column pgqueue.messages.kind is
 'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; a claim of a
 queue of another kind then moves the message to the partition of that kind.';
@@ -144,7 +143,7 @@ declare
         ' + 4611686018427387904, id), (id + 0)';
     by_level constant text :=
         '(queue_name || ''''), (((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
-        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(place, id) & 576460752303423487))';
+        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487))';
     claimed constant text :=
         '((queue_name || ''''), (id + 0)) where attempt_count > 0'
         ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)';
@@ -493,7 +492,7 @@ alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
 faster than one row of many. A session that reads a relation updates its row at most once a second.';
-comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a seq up to this one.';
+comment on column pgqueue.transports.settled_seq is 'No running transaction has taken a transport_seq up to this one.';
 comment on column pgqueue.transports.bound_id is
 'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
 

@@ -98,7 +98,7 @@ begin
         case when new.id not between pgqueue._transport_id(0) and pgqueue._transport_id((1::bigint << 60) - 1) then new.id end,
         q.kind
     )
-    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then place end into new.seq;
+    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into new.seq;
     perform pgqueue._wake_if_waiting(q, at);
     return new;
 end;
@@ -107,7 +107,7 @@ $$;
 create or replace function pgqueue._assign_transport_place() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    new.place := nextval(tg_argv[0]::regclass);
+    new.transport_seq := nextval(tg_argv[0]::regclass);
     new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
     new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
     return new;

@@ -143,7 +143,7 @@ select isnt_empty($$ select from pg_namespace n where n.nspname = 'pgqueue' and 
 select is_empty($$ select t.typname from pg_type t join pg_class c on c.oid = t.typrelid and c.relkind = 'c' where t.typnamespace = 'pgqueue'::regnamespace and obj_description(t.oid, 'pg_type') is null $$,
     'every type has a comment');
 select columns_are('pgqueue', 'messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'visible_at', 'expires_at', 'attempt_count', 'max_attempts',
-    'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'transport_headers', 'transport_id', 'place', 'claimed_attempt', 'claimed_at', 'kind'], 'messages has the columns of the contract');
+    'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'transport_headers', 'transport_id', 'transport_seq', 'claimed_attempt', 'claimed_at', 'kind'], 'messages has the columns of the contract');
 select columns_are('pgqueue', 'scheduled_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'due_at', 'expires_at', 'attempt_count', 'max_attempts',
     'claimed_by', 'last_error', 'message_id', 'body', 'transport_headers'], 'scheduled_messages has the columns of the contract');
 select columns_are('pgqueue', 'dead_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'died_at', 'expires_at', 'attempt_count', 'max_attempts',

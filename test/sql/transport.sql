@@ -399,7 +399,7 @@ select is(array(select convert_from(t.body, 'UTF8') from public."transport-late"
 select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'ack succeeds for a claim from before the queue was exposed');
 select pg_temp.send('transport-late', '{}', '4') as sent \gset
 select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'the relation shows new messages behind older ones');
-update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.place = (select min(t.seq) from public."transport-late" t);
+update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.transport_seq = (select min(t.seq) from public."transport-late" t);
 select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'the relation does not show a message whose attempts are exhausted');
 set local session_replication_role = replica;
 select pgqueue.enqueue('transport-late', '5') as sent \gset

@@ -531,7 +531,7 @@ def test_a_database_of_each_release_is_upgraded_with_all_its_messages(
 def test_an_upgrade_refuses_a_build_from_before_the_release(server: Server, database: str) -> None:
     install_old(server, database)
     with server.connect(database) as connection:
-        connection.execute("alter table pgqueue.queues drop column kind")
+        connection.execute("alter table pgqueue.compactions rename column handler to request")
     with pytest.raises(psycopg.errors.FeatureNotSupported, match="before the release of pgqueue") as refusal:
         upgrade(server, database)
     assert "Dump its messages" in str(refusal.value.diag.message_hint)
