@@ -1,4 +1,4 @@
--- Installs pgqueue 0.1.0 on servers where extensions cannot be created.
+-- Installs pgqueue 0.2.0-dev on servers where extensions cannot be created.
 \set ON_ERROR_STOP on
 begin;
 set local search_path = pg_catalog, pg_temp;
@@ -7850,7 +7850,7 @@ $$;
 
 create function pgqueue.version() returns text
 language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
-as $$ select '0.1.0'::text $$;
+as $$ select '0.2.0-dev'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
 

@@ -2,7 +2,7 @@
 
 create or replace function pgqueue.version() returns text
 language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
-as $$ select '0.1.0'::text $$;
+as $$ select '0.2.0-dev'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
 

@@ -51,7 +51,7 @@ from .message import (
     UnreadableJson,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0-dev"
 
 if TYPE_CHECKING:
     from .consumer import (
