@@ -15,6 +15,7 @@ begin
 end;
 $$;
 -- What `create or replace` cannot say of the way from 0.1.0 to 0.2.0-dev.
+create index schedules_queue_name on pgqueue.schedules (queue_name);
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 

@@ -476,6 +476,7 @@ create table pgqueue.schedules (
     last_at timestamptz,
     constraint schedules_pkey primary key (name)
 );
+create index schedules_queue_name on pgqueue.schedules (queue_name);
 comment on table pgqueue.schedules is 'Schedules: each adds a message to its queue at the ticks of a cron expression.';
 
 create table pgqueue.transports (

@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(147);
+select plan(149);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -248,6 +248,14 @@ begin
 end;
 $$;
 select cmp_ok(pg_temp.pages('select pgqueue._on_housekeeping_due_schedules(pgqueue._now())'), '<', 100, 'housekeeping looks up the next messages of schedules, and does not read all scheduled messages');
+
+-- The schedules of one queue beside those of another.
+select pgqueue.create_queue(name) from unnest('{schedules-many,schedules-few}'::text[]) name \g /dev/null
+insert into pgqueue.schedules select 'many-' || n, 'schedules-many', '@daily', '1', null, 'UTC', true, false from generate_series(1, 30000) n;
+select pgqueue.enqueue('schedules', '1', '1 h') as later_id \gset
+select pgqueue.reschedule('schedules', :later_id, now() + interval '2 h') \g /dev/null
+select cmp_ok(pg_temp.pages(format('select pgqueue.reschedule(%L, %s, now())', 'schedules', :later_id)), '<', 100, 'reschedule reads no schedule of another queue');
+select cmp_ok(pg_temp.pages($$ select pgqueue._on_queue_changed_schedules(q, null) from pgqueue.queues q where q.name = 'schedules-few' $$), '<', 100, 'a queue that is dropped reads no schedule of another one');
 
 select * from finish();
 rollback;
