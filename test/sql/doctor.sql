@@ -412,7 +412,7 @@ select is((select f.severity || ' ' || f.repair from pgqueue.doctor() f where f.
     'doctor reports few_locks if there is one dedicated queue too many');
 select is((select count(*) from pgqueue.doctor() f where f.severity not in ('error', 'warning', 'info') or f.finding !~ '^[a-z_]+$' or f.detail is null or f.repair is null), 0::bigint,
     'every finding has a known severity, a name, a detail and a repair');
-select matches(pgqueue.version(), '^\d+\.\d+\.\d+$', 'version returns a version of three numbers');
+select matches(pgqueue.version(), '^\d+\.\d+\.\d+(-dev)?$', 'version returns a version of three numbers');
 select is(pgqueue.version(), coalesce((select e.extversion from pg_extension e where e.extname = 'pgqueue'), pgqueue.version()), 'version returns the version of the extension, if pgqueue is installed as an extension');
 
 select pgqueue.create_queue('grouped', group_limit => 1), pgqueue.create_queue('ranked', priorities => true) \g /dev/null
