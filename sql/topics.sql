@@ -187,7 +187,7 @@ begin
     headers := case when headers is null or jsonb_typeof(headers) = 'object'
         then coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic) else headers end;
     -- What the fast path of enqueue would send needs no other check.
-    if delay is distinct from interval '0' or dedup_key is not null
+    if delay is distinct from interval '0' or dedup_key is not null or on_duplicate is distinct from 'keep'
         or pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true
     then
         perform pgqueue._check_copies(names, payload, delay, headers, expires_in, body, dedup_key, on_duplicate);

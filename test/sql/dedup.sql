@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(120);
+select plan(121);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -228,11 +228,13 @@ from unnest(array['', repeat('x', 256)]) k;
 select lives_ok(format('select pgqueue.enqueue(%L, %L, dedup_key => %L)', 'dedup', '1', repeat('ü', 255)), 'a key of 255 characters is accepted');
 select throws_ok(format('select pgqueue.enqueue(%L, %L, dedup_key => %L, on_duplicate => %L)', 'dedup', '1', 'k', o), '22023', null, format('on_duplicate %s is refused', coalesce(o, 'null')))
 from unnest('{null,KEEP,skip}'::text[]) o;
+select pgqueue.subscribe('dedup.checked', 'dedup') \g /dev/null
 select throws_ok(v, '22023', null, 'without a key another on_duplicate is refused, too: ' || v)
 from unnest(array[
     $$ select pgqueue.enqueue('dedup', '1', on_duplicate => 'skip') $$,
     $$ select pgqueue.enqueue_batch('dedup', '{1}', on_duplicate => 'skip') $$,
-    $$ select pgqueue.publish('nobody.there', '1', on_duplicate => 'skip') $$
+    $$ select pgqueue.publish('nobody.there', '1', on_duplicate => 'skip') $$,
+    $$ select pgqueue.publish('dedup.checked', '1', on_duplicate => 'skip') $$
 ]) v;
 select throws_ok($$ select pgqueue.enqueue_batch('dedup', '{1,2}', dedup_keys => '{a}') $$, '22023', null, 'dedup_keys with another length than payloads are refused');
 select throws_ok($$ select pgqueue.publish('nobody.there', '1', dedup_key => '') $$, '22023', null, 'publish refuses a bad key even if no queue is subscribed');
