@@ -87,7 +87,8 @@ begin
     set due_at = pgqueue._clamp_due_at(new_due_at)
     where s.ctid = (
         select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for update skip locked
+        -- Not `for update`: a replacement tells this lock from that of a consumer.
+        where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for no key update skip locked
     );
     if not found then
         -- In a queue with group_limit 1 a message waits here for its retry.

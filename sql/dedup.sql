@@ -237,7 +237,15 @@ begin
             for update skip locked
         );
         if not found then
-            return false;
+            -- Only the lock of reschedule lets this one pass: wait for it, and look again.
+            perform from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.id = _replace_message.id for key share skip locked;
+            if not found then
+                return false;
+            end if;
+            perform from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.id = _replace_message.id for no key update;
+            return pgqueue._replace_message(q, id, at, delay, expires_at, message_id, payload, body, headers);
         end if;
         with moved as (
             delete from pgqueue.messages m

@@ -259,10 +259,10 @@ message is gone, or, if that is 0, as long as its message lives. With on_duplica
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
 message is added and has the key from now on. A replaced message keeps its dedup_window, which begins when it is added:
 to delay a message again and again, use dedup_window 0. A call with a dedup_key waits for a transaction that has sent
-the same key. group_key (1 to 255 characters) is the group of the message; it becomes the header pgqueue.group, and does
-nothing in a queue without group_limit. priority (0 to 9, the highest; null is 0) becomes the header pgqueue.priority,
-and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too
-large.';
+the same key, and replace for one that reschedules the other message. group_key (1 to 255 characters) is the group of
+the message; it becomes the header pgqueue.group, and does nothing in a queue without group_limit. priority (0 to 9, the
+highest; null is 0) becomes the header pgqueue.priority, and does nothing in a queue without priorities. Raises 22023,
+PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue._take_or_replace(
     q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz, payloads jsonb[],

@@ -73,6 +73,16 @@ language sql stable as $$
     where s.is_valid is not true
 $$;
 
+-- Apart from _check_settings: a queue keeps both settings when alter_queue ends the limit to which they belong.
+create or replace function pgqueue._check_limits_of(q pgqueue.queues, on_dead text, rate_period interval) returns void
+language sql stable as $$
+    select
+        pgqueue._require(q.group_limit is not null or coalesce(on_dead, 'skip') = 'skip', 'on_dead', on_dead,
+            'skip without group_limit: no message waits for one of its group'),
+        pgqueue._require(q.rate_limit is not null or coalesce(rate_period, '1 s') = '1 s', 'rate_period', rate_period::text,
+            '1 s, its default, without rate_limit: there is no rate that it could change')
+$$;
+
 create or replace function pgqueue._reserve_queue(model pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
@@ -81,7 +91,8 @@ begin
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = model.name;
-    if found and pg_relation_filenode(q.fresh_from_id) is not null
+    -- As in _get_locked_queue, a fixed snapshot can be older than a drop_queue.
+    if found and (not pgqueue._has_fixed_snapshot() or pg_relation_size(q.fresh_from_id) is not null)
         -- A session that drops the idle queue at this moment has the lock.
         and (q.expires_after_idle is null or pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
     then
@@ -89,7 +100,7 @@ begin
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
     select queues.* into q from pgqueue.queues where queues.name = model.name;
-    if found and pg_relation_filenode(q.fresh_from_id) is null then
+    if found and pg_relation_size(q.fresh_from_id) is null then
         perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
     elsif found then
         return q;
@@ -163,7 +174,7 @@ begin
         null, null, null, null, null, null, null, null, null,
         archive_for, expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit, rate_period,
         priorities, counters, dead_letter_to, null);
-    perform pgqueue._check_settings(q);
+    perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
     q := pgqueue._reserve_queue(q);
     if q.created_at is not null then
         if not if_not_exists then
@@ -221,17 +232,17 @@ dedup_window (1 s to 30 days) is the time for which enqueue adds no second messa
 long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
 same group_key are in flight at a time, in the order of their ids. If group_limit is 1, a message that waits for its
 retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one of its messages has become
-a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most
-max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers. Claims and receives take
-at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
-claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot have a
-group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to names
-another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as new
-messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts and
-died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue takes
-over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access
-of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
-attached.';
+a dead letter; with hold, which needs group_limit and dlq_enabled, the group waits until the dead letter is redriven or
+purged. At most max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers. Claims and
+receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more
+that earlier claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot
+have a group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to
+names another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as
+new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts
+and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue
+takes over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the
+access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
+being attached.';
 
 create or replace function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,
@@ -295,7 +306,7 @@ begin
     where c.name = queue_name collate "C"
     returning c.* into q;
     -- After the update, which has computed the new settings: an error undoes it.
-    perform pgqueue._check_settings(q);
+    perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
     if q.dedicated then
         perform pgqueue._check_dedicated(before, q);
     end if;

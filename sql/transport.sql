@@ -59,7 +59,7 @@ declare
     lowest bigint;
     is_due boolean;
 begin
-    if q.paused_at is not null or to_regclass(table_name) is null then
+    if q.paused_at is not null or pgqueue._transport_of(q) is null then
         return past_the_end;
     end if;
     execute format('select t.head, t.next_at from %s t', table_name) into seen.head, seen.next_at;

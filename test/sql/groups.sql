@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(97);
+select plan(101);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -46,6 +46,10 @@ select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, on_dead =
 select throws_ok($$ select pgqueue.alter_queue('plain', on_dead => 'hold', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue refuses on_dead hold without dead letters');
 select is((pgqueue.alter_queue('fifo', on_dead => 'hold')).on_dead, 'hold', 'alter_queue changes on_dead');
 select throws_ok($$ select pgqueue.alter_queue('fifo', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue does not end the dead letters of a queue with on_dead hold');
+select throws_ok($$ select pgqueue.create_queue('x', on_dead => 'hold') $$, '22023', 'invalid on_dead: ''hold''', 'create_queue refuses on_dead hold without group_limit');
+select throws_ok($$ select pgqueue.alter_queue('plain', on_dead => 'hold') $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue refuses on_dead hold without group_limit');
+select is((pgqueue.alter_queue('fifo', group_limit => 0)).on_dead, 'hold', 'alter_queue keeps on_dead when it ends the groups');
+select is((pgqueue.alter_queue('fifo', group_limit => 1, visibility_timeout => '30 s')).on_dead, 'hold', 'alter_queue gives groups to a queue that has kept on_dead');
 select is((pgqueue.alter_queue('fifo', on_dead => 'skip')).group_limit, 1, 'alter_queue keeps the group_limit that is not given');
 
 -- Sending

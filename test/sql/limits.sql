@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(82);
+select plan(86);
 
 -- Claims return the number of messages. They are kept for the calls that settle them.
 create temporary table claims (queue text, id bigint, token uuid);
@@ -31,6 +31,10 @@ select throws_ok($$ select pgqueue.create_queue('x', rate_limit => 1000001) $$, 
 select throws_ok($$ select pgqueue.create_queue('x', rate_limit => 1, rate_period => '999 us') $$, '22023', 'invalid rate_period: ''00:00:00.000999''', 'create_queue refuses a rate_period below 1 ms');
 select throws_ok($$ select pgqueue.create_queue('x', rate_limit => 1, rate_period => '24:00:01') $$, '22023', 'invalid rate_period: ''24:00:01''', 'create_queue refuses a rate_period above one day');
 select throws_ok($$ select pgqueue.create_queue('x', rate_period => null) $$, '22023', 'invalid rate_period: null', 'create_queue refuses null as rate_period');
+select throws_ok($$ select pgqueue.create_queue('x', rate_period => '1 min') $$, '22023', 'invalid rate_period: ''00:01:00''', 'create_queue refuses a rate_period without rate_limit');
+select throws_ok($$ select pgqueue.alter_queue('unlimited', rate_period => '1 min') $$, '22023', 'invalid rate_period: ''00:01:00''', 'alter_queue refuses a rate_period without rate_limit');
+select is((pgqueue.alter_queue('rated', rate_limit => 0, rate_period => '1 s')).rate_limit, null, 'alter_queue sets rate_period to its default as it ends the rate_limit');
+select is((pgqueue.alter_queue('rated', rate_limit => 10)).rate_period, interval '1 s', 'alter_queue gives a rate_limit to a queue that has none');
 select is((pgqueue.alter_queue('rated', rate_period => '2 s')).rate_limit, 10, 'alter_queue keeps the rate_limit that is not given');
 select is((pgqueue.alter_queue('rated', rate_period => '1 s')).rate_period, interval '1 s', 'alter_queue changes the rate_period');
 

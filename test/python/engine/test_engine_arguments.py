@@ -145,6 +145,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "on_dead": "'skip'",
         "max_in_flight": "0" if verb == "alter_queue" else "1",
         "rate_limit": "0" if verb == "alter_queue" else "1000000",
+        "rate_period": "'1 s'",
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")
