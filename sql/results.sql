@@ -7,18 +7,26 @@ create or replace function pgqueue._as_result(r pgqueue.results) returns pgqueue
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
     dead pgqueue.dead_messages;
-    is_gone constant boolean := r.finished_at is null
-        and not exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)
-        -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
-        and exists (
-            select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null);
+    attempts int;
+    is_gone boolean;
 begin
+    -- By one statement, as a message moves between the tables. One in scheduled_messages waits for its next attempt.
+    select
+        coalesce(
+            (select m.attempt_count from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id),
+            (select 0 from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)),
+        -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
+        exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null)
+    into attempts, is_gone;
+    is_gone := is_gone and r.finished_at is null and attempts is null;
     if is_gone then
         select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;
     end if;
     return row(
-        r.message_id, r.queue_name, r.id, case when is_gone then 'failed' else r.status end, r.task, r.value, r.errors,
+        r.message_id, r.queue_name, r.id,
+        -- The worker of the last attempt may have written nothing, and the message has returned.
+        case when is_gone then 'failed' when r.status = 'running' and attempts = 0 then 'ready' else r.status end,
+        r.task, r.value, r.errors,
         coalesce(dead.reason, case when is_gone then 'removed' end), r.attempt_count, r.workers, r.enqueued_at,
         r.started_at, r.last_attempted_at, coalesce(r.finished_at, dead.died_at), r.expires_at)::pgqueue.result;
 end;
@@ -132,7 +140,7 @@ comment on function pgqueue.get_result(uuid, pgqueue.caller) is
 'Returns the result of the message with this message_id; no row if there is none, if it has expired and was removed, or
 if the caller may not use the queue. The status failed has a reason if no consumer has set it: that of the dead letter,
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
-sent again by redrive, the status is ready or running again.';
+sent again by redrive, the status is ready again.';
 
 -- Deletes results that have expired. Those whose message is still there, or can be sent again, get a later time:
 -- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged.

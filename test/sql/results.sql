@@ -34,7 +34,7 @@ select is(pg_temp.result(:'uuid'), 'failed attempts_exhausted 2 ["oh"] "-"', 'th
 select is((select r.finished_at from pgqueue.get_result(:'uuid') r), '2030-01-01 12:05:00+00', 'the result of a dead letter has ended when the message died');
 select is(pgqueue.purge_results('results'), 0::bigint, 'the result of a dead letter stays');
 select is(pgqueue.redrive('results'), 1, 'the dead letter is sent again');
-select is(pg_temp.result(:'uuid'), 'running - 2 ["oh"] "-"', 'the result of a dead letter that is sent again has not failed');
+select is(pg_temp.result(:'uuid'), 'ready - 2 ["oh"] "-"', 'the result of a dead letter that is sent again is ready');
 
 -- The outcome.
 select claim_token as token from pgqueue.claim('results') \gset
