@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.types.json import Json, Jsonb
-from served import ADMIN, Server, Site, in_process, locked, new_name
+from served import ADMIN, Server, Site, in_process, locked, new_name, serving, waiters
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,28 @@ def test_a_task_that_is_delivered_twice_takes_effect_once(
     assert kind != "enqueue" or first == {"message_ids": [sent_id for (sent_id,) in sent]}
 
 
+@pytest.mark.long(part="http")
+def test_the_task_of_a_killed_agent_takes_effect_once(
+    site: Site, config: Path, controller: Server, tmp_path: Path
+) -> None:
+    name = new_name()
+    path = f"{controller.queues}/{name}/messages"
+    with in_process(config):
+        controller.create(name)
+    with (
+        serving(config, tmp_path, role="agent") as agent,
+        locked(site.target, "lock table pgqueue_http.effects in share mode"),
+    ):
+        task = controller.post(path, {"messages": [{"payload": {}}]}).json()["task_id"]
+        controller.until(lambda: waiters(site.target, "%effects%"))
+        agent.command.process.kill()
+    with in_process(config), psycopg.connect(site.target) as target:
+        ended = controller.task(path, task)
+        sent = target.execute("select id from pgqueue.messages where queue_name = %s", [name]).fetchall()
+    (message,) = sent
+    assert (ended["status"], ended["result"]) == ("completed", {"message_ids": list(message)})
+
+
 def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server) -> None:
     name = new_name()
     controller.create(name, wait=False)
@@ -126,6 +148,24 @@ def test_a_queue_deleted_before_provisioning_is_never_created(site: Site, config
     assert tasks == [("provision",), ("deprovision",)]  # requested twice, done once
     with psycopg.connect(site.target) as connection:
         assert connection.execute("select from pgqueue.queues where name = %s", [name]).fetchall() == []
+
+
+def test_a_stalled_agent_sends_nothing_to_a_later_queue_of_the_name(site: Site, config: Path) -> None:
+    name = new_name()
+    with in_process(config) as one, in_process(config):
+        one.create(name)
+        path = f"{one.queues}/{name}"
+        with locked(site.target, "lock table pgqueue_http.effects in share mode"):
+            task = one.post(f"{path}/messages", {"messages": [{"payload": {}}]}).json()["task_id"]
+            one.until(lambda: waiters(site.target, "%effects%"))
+            assert one.call("DELETE", path).status_code == 202
+            one.until(lambda: one.status(name) is None)
+            one.create(name)
+        with psycopg.connect(site.control, autocommit=True) as control:
+            ended = "select error_message from pgqueue_http.tasks where id = %s and status in ('completed', 'failed')"
+            assert one.until(lambda: control.execute(ended, [task]).fetchall()) == [("the queue is deleted",)]
+    with psycopg.connect(site.target) as target:
+        assert target.execute("select from pgqueue.messages where queue_name = %s", [name]).fetchall() == []
 
 
 def test_users_take_turns_with_their_tasks(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..._connections import is_proxied
 from ..._tasks import end_tasks
 from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
-from ..databases import LARGE_BYTES, Databases
+from ..databases import LARGE_BYTES, Databases, fetch
 from ..enqueueing import enqueue_messages
 from ..errors import ApiError, connection_sqlstate, from_database_error
 from ..idempotency import Answer, EffectKey, run_once
@@ -37,6 +37,7 @@ _MAINTENANCE_SECONDS: Final = 30.0
 _CLEANUP_SECONDS: Final = 3600.0
 # The status of a queue in which a task changes it.
 _CHANGED: Final = {"provision": ("Pending", "Provisioning"), "deprovision": ("Deprovisioning",)}
+_LOCK_QUEUE: Final = b"select queue_id from pgqueue_http.provisioned where queue_id = $1 for key share"
 _CONNECTION_REFUSED: Final = {
     "3D000": "the database does not exist; create it, delete this queue, and create the queue again",
     "28000": "the server refuses the user or the password of the service; correct its dsn",
@@ -162,6 +163,9 @@ class Agent:
             sent: list[int] = []
 
             async def effect() -> Answer:
+                # While this agent stalled, the queue can have been dropped, and another one of its name created.
+                if not await fetch(target, _LOCK_QUEUE, queue.id):
+                    raise _TaskRefused("the queue is deleted")
                 sent[:] = await enqueue_messages(target, queue.name, request)
                 return Answer(200, encode({"message_ids": sent}))
 
