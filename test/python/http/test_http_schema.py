@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,30 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 
 
 @pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    """The schema, which depends on no setting."""
-    from pgqueue.http import Settings, create_app, operations
+def routes() -> list[Any]:
+    """The routes, which depend on no setting."""
+    from pgqueue.http import Settings, create_app
     from pgqueue.http.security.users import hash_password
 
     services = {SERVICE: {"dsn": "", "databases": ["x"]}}
     users = {"admin": {"password_hash": hash_password("x")}}
-    app = create_app(Settings.of({"control_dsn": "", "services": services, "users": users}), "controller")
-    return operations.document(app.table.routes)
+    settings = Settings.of({"control_dsn": "", "services": services, "users": users})
+    return list(create_app(settings, "controller").table.routes)
+
+
+@pytest.fixture(scope="module")
+def document(routes: list[Any]) -> dict[str, Any]:
+    """The schema."""
+    from pgqueue.http import operations
+
+    return operations.document(routes)
+
+
+@pytest.fixture(scope="module")
+def struct_of(routes: list[Any]) -> Callable[[dict[str, Any]], Any]:
+    """The struct of a content in the schema."""
+    structs = {each.__name__: each for route in routes for each in (route.body, route.answer) if each}
+    return lambda content: structs[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
 
 
 @pytest.fixture
@@ -69,15 +85,7 @@ _EXAMPLE = re.compile(
 )
 
 
-def struct_of(content: dict[str, Any]) -> Any:
-    from pgqueue.http.direct import structs as direct
-    from pgqueue.http.managed import registry as managed
-
-    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    return getattr(managed, name, None) or getattr(direct, name)
-
-
-def test_bodies_have_the_fields_of_the_examples(document: dict[str, Any]) -> None:
+def test_bodies_have_the_fields_of_the_examples(document: dict[str, Any], struct_of: Callable[..., Any]) -> None:
     """Of every route in examples.txt, and of the three in the README."""
     readme = _EXAMPLE.findall((ROOT / "python/src/pgqueue/http/README.md").read_text())
     assert len(readme) == 3
@@ -115,7 +123,9 @@ def all_names(value: Any) -> set[str]:
     return set(value).union(*map(all_names, value.values())) if isinstance(value, dict) else set()
 
 
-def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: dict[str, Any]) -> None:
+def test_direct_routes_have_the_names_and_arguments_of_sql_functions(
+    document: dict[str, Any], struct_of: Callable[..., Any]
+) -> None:
     from pgqueue.http.direct import structs
 
     reference = (ROOT / "sql/REFERENCE.md").read_text()

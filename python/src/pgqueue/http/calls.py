@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
@@ -14,10 +15,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope
 
 from .._listener import NotificationListeners
-from .databases import Databases
+from .databases import LARGE_BYTES, Connection, Databases
 from .decoding import convert, decode
 from .errors import ApiError, database_not_found, from_http_status, queue_not_found, service_not_found
-from .idempotency import EffectKey, fingerprint
+from .idempotency import Answer, EffectKey, fingerprint, run_once
 from .memory import BodyMemory, run_beside
 from .metrics import Metrics, Sampler
 from .security.admission import Admission
@@ -166,6 +167,48 @@ class Call(Request):
         body = await self.body()
         parts = self.method.encode(), self.scope["path"].encode(), self.scope["query_string"], body
         return EffectKey(f"user:{current().name}", key, await run_beside(len(body), fingerprint, *parts))
+
+
+@dataclass(slots=True)
+class Target:
+    """The queue of a request: its service, database and name. The database is not asked whether it exists."""
+
+    call: Call
+    service: str
+    database: str
+    name: str
+    key: EffectKey | None = None
+    body: bytes = b""
+
+    def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
+        """A connection to the database of the queue, as `Databases.target` has it."""
+        return self.call.context.databases.target(self.service, self.database, prepare, is_large=is_large)
+
+    def count(self, operation: str, number: int) -> None:
+        """Add to the metrics of the queue."""
+        self.call.context.metrics.messages(*self.place, operation, number)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The names of the service, the database and the queue."""
+        return self.service, self.database, self.name
+
+    async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
+        """Run an effect on a connection; only once if the request has an idempotency key."""
+        async with self.connection(self.key is not None, is_large or len(self.body) > LARGE_BYTES) as connection:
+            return await run_once(connection, self.key, lambda: effect(connection))
+
+
+def database_of(call: Call) -> tuple[str, str]:
+    """The service and the database of a request. Raises `ApiError` 404."""
+    service = find_service(call.context, call.query_params.get("service_id"))
+    return service.id, find_database(service, call.query_params.get("database_name"))
+
+
+def target_of(call: Call, queue_name: str) -> Target:
+    """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    query = call.query_params if call.scope["query_string"] else {}
+    return Target(call, *find_queue(call.context, query.get("service_id"), query.get("database_name"), queue_name))
 
 
 Endpoint = Callable[[Call], Awaitable[ASGIApp]]

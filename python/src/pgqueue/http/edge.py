@@ -18,7 +18,7 @@ from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
 from .errors import ApiError, error_body, from_database_error, overloaded
 from .idempotency import Answer
 from .memory import PART_BYTES, BodyMemory
-from .security.audit import Audit
+from .security.admission import Audit
 from .security.rights import begin, current, require
 
 logger = logging.getLogger("pgqueue.http")

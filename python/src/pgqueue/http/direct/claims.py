@@ -13,11 +13,11 @@ from msgspec.json import decode
 from ..._calls import prepare_wait_and_look
 from ..._connections import is_proxied
 from ...client import AsyncQueue
+from ..calls import Target
 from ..databases import LARGE_BYTES, Connection, fetch
 from ..enqueueing import PAYLOAD_LIMIT
 from ..idempotency import Answer
 from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter, storable_text
-from .verbs import Target
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification

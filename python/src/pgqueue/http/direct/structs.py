@@ -2,12 +2,14 @@
 
 from dataclasses import fields
 from datetime import datetime, timedelta
+from inspect import Parameter, signature
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
 from msgspec import Meta, Raw, Struct, defstruct, field
 
+from ...client import AsyncQueue, AsyncQueues
 from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, SettledClaim, Subscription
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT
@@ -27,39 +29,24 @@ Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
 Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
 Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]
 Key = Annotated[str, Meta(min_length=1, max_length=255, pattern=_TEXT)]
-Name = Key
 DedupKey = Annotated[Key, Meta(description="Add no message while another one of the queue has this key")]
 Group = Annotated[Key, Meta(description="The group of the message, for a queue with group_limit")]
 MessageId = Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")]
 Lifetime = Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver it after this many seconds")]
 Choice = Literal["keep", "replace"]
 OnDuplicate = Annotated[Choice, Meta(description="Keep the message with the key, or replace content, due time, expiry")]
-Cron = Annotated[
-    str,
-    Meta(
-        max_length=200,
-        pattern=_TEXT,
-        description="Minute, hour, day of month, month, day of week; or a word such as @daily",
-    ),
-]
-TimeZone = Annotated[str, Meta(max_length=100, pattern=_TEXT, description="Such as Europe/Paris; by default UTC")]
-CatchUp = Annotated[bool, Meta(description="Of missed ticks, send the message of the first (default), or of the last")]
 Service = Annotated[str, Meta(description="By default the first service that the user sees")]
 Database = Annotated[str, Meta(description="By default the first of the service that the user sees")]
 Topics = Annotated[
-    list[Name], Meta(max_length=BATCH_LIMIT, description="Further topics of the event; a queue gets one copy")
+    list[Key], Meta(max_length=BATCH_LIMIT, description="Further topics of the event; a queue gets one copy")
 ]
 Moment = Annotated[datetime, Meta(tz=True)]
 # JSON that is passed on as text. It is empty if the request does not have it.
-Json = Annotated[Raw, Meta(description="Any JSON, max 256 KB")]
 PayloadOrBody = Annotated[Raw, Meta(description="Any JSON, max 256 KB; null or absent if body is given")]
 JsonObject = Annotated[Raw, Meta(description="A JSON object, max 64 KB", extra_json_schema=_OBJECT)]
-AddedHeaders = Annotated[JsonObject, Meta(description="Merged into those of the message")]
-RetryDelay = Annotated[Delay, Meta(description="By default the queue's backoff")]
-LastError = Annotated[str, Meta(max_length=10_000, description="Kept as last_error")]
-Extension = Annotated[Timeout, Meta(description="From now; by default the queue's")]
 
 
+_SECONDS: Final[dict[Any, Any]] = {timedelta: float, timedelta | None: float | None}  # of intervals, in JSON
 _NOTHING: Final = Raw(b"")
 
 
@@ -76,6 +63,11 @@ def text_of(json: Raw) -> str | None:
 def storable_text(text: str | None) -> str | None:
     """The text without the characters that PostgreSQL cannot store."""
     return None if text is None else text.replace("\x00", "")
+
+
+def _field(name: str, kind: Any) -> str:
+    """The field for an argument or a column: intervals are in seconds."""
+    return f"{name}_seconds" if kind in _SECONDS else name
 
 
 def _struct(name: str, doc: str, base: type[Struct] = Struct, /, **members: Any) -> Any:
@@ -124,30 +116,10 @@ def is_plain(message: DirectMessage) -> bool:
     return bool(_more(message) == _NO_MORE)
 
 
-Topic = _struct(
-    "Topic",
-    "A topic, or a pattern of topics.",
-    Request,
-    topic=Annotated[
-        Name, Meta(description="Words joined by dots; the word * stands for one word, # for any number of words")
-    ],
-)
-Subscribe = _struct(
-    "Subscribe",
-    "Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on.",
-    Topic,
-)
-Unsubscribe = _struct(
-    "Unsubscribe",
-    "End the subscription of the queue to exactly this topic or pattern. Messages that were published before stay.",
-    Topic,
-)
-
-
 class Publish(DirectMessage, kw_only=True):
     """A message, and the topic to which it is published."""
 
-    topic: Annotated[Name, Meta(description="Words joined by dots, such as orders.paid")]
+    topic: Annotated[Key, Meta(description="Words joined by dots, such as orders.paid")]
     base_topics: Topics | None = None
 
 
@@ -191,123 +163,96 @@ class Claimed(Request):
     claim_token: UUID
 
 
-Ack = _struct("Ack", "Acknowledge a message: it is done and deleted. 410 if the claim was lost.", Claimed)
-AckBatch = _struct(
-    "AckBatch",
-    "Acknowledge messages of one claim. Returns how many were still claimed.",
-    Request,
-    ids=Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)],
-    claim_token=UUID,
-)
-
-
-class Nack(Claimed):
-    """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-
-    delay_seconds: RetryDelay | None = None
-    error: LastError | None = None
-    headers: AddedHeaders = field(default_factory=_nothing)
-
-
-class Extend(Claimed):
-    """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
-
-    visibility_timeout_seconds: Extension | None = None
-
-
-class Claims(Request):
-    """Acknowledge messages of different claims. Returns for each whether its claim was still valid."""
-
-    claims: Annotated[list[Claimed], Meta(min_length=1, max_length=BATCH_LIMIT)]
-
-
-class NackClaims(Claims):
-    """Return messages of different claims, as `nack` does. Returns for each whether its claim was still valid."""
-
-    delay_seconds: RetryDelay | None = None
-    error: LastError | None = None
-    headers: AddedHeaders = field(default_factory=_nothing)
-
-
-class ExtendClaims(Claims):
-    """Extend different claims; their new timeout starts now. Returns for each whether it was still valid."""
-
-    visibility_timeout_seconds: Extension | None = None
-
-
-class Ids(Request):
-    """Delete dead letters, all or those in `ids`. Returns how many."""
-
-    ids: Annotated[list[Id], Meta(min_length=1, max_length=10_000)] | None = None
-
-
-class Redrive(Ids):
-    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many.
+# The types of the fields of a verb's body, by the arguments of the client's method, also for one verb.
+_TYPES: Final[dict[str, Any]] = {
+    "id": Id,
+    "ids": Annotated[list[Id], Meta(min_length=1, max_length=10_000)],
+    "ack_batch.ids": Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)],
+    "claim_token": UUID,
+    "claim_tokens": Annotated[list[Claimed], Meta(min_length=1, max_length=BATCH_LIMIT)],
+    "delay": Annotated[Delay, Meta(description="By default the queue's backoff")],
+    "visibility_timeout": Annotated[Timeout, Meta(description="From now; by default the queue's")],
+    "error": Annotated[str, Meta(max_length=10_000, description="Kept as last_error")],
+    "headers": JsonObject,
+    "nack.headers": Annotated[JsonObject, Meta(description="Merged into those of the message")],
+    "nack_claims.headers": Annotated[JsonObject, Meta(description="Merged into those of the message")],
+    "max_messages": Annotated[int, Meta(ge=1, le=REDRIVE_LIMIT)],
+    "to_queue": Annotated[str, Meta(description="Send them to this queue; needs admin access to it, too")],
+    "dedup_key": Key,
+    "due_at": Annotated[Moment, Meta(description="A timestamp with an offset; by default now")],
+    "name": Key,
+    "cron": Annotated[
+        str,
+        Meta(
+            max_length=200,
+            pattern=_TEXT,
+            description="Minute, hour, day of month, month, day of week; or a word such as @daily",
+        ),
+    ],
+    "payload": Annotated[Raw, Meta(description="Any JSON, max 256 KB")],
+    "time_zone": Annotated[
+        str, Meta(max_length=100, pattern=_TEXT, description="Such as Europe/Paris; by default UTC")
+    ],
+    "paused": Annotated[bool, Meta(description="Whether the schedule has no ticks; by default false")],
+    "catch_up": Annotated[
+        bool, Meta(description="Of missed ticks, send the message of the first (default), or of the last")
+    ],
+    "priority": Priority,
+    "group_key": Group,
+    "if_not_exists": Annotated[bool, Meta(description="Leave an existing schedule of the queue unchanged.")],
+    "topic": Annotated[
+        Key, Meta(description="Words joined by dots; the word * stands for one word, # for any number of words")
+    ],
+}
+_DEFAULTS: Final = {"max_messages": REDRIVE_LIMIT, "if_not_exists": False}  # others are null
+# What OpenAPI says about the verbs.
+_ABOUT: Final = {
+    "ack": "Acknowledge a message: it is done and deleted. 410 if the claim was lost.",
+    "ack_batch": "Acknowledge messages of one claim. Returns how many were still claimed.",
+    "nack": "Return a message to the queue, or to its dead letters after the last attempt. 410 if the claim was lost.",
+    "extend": "Extend a claim; its new timeout starts now. 410 if the claim was lost.",
+    "ack_claims": "Acknowledge messages of different claims. Returns for each whether its claim was still valid.",
+    "nack_claims": "Return messages of different claims, as `nack` does. Returns for each whether it was claimed.",
+    "extend_claims": "Extend different claims; new timeouts start now. Returns for each whether it was still valid.",
+    "redrive": """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many.
 
     With `to_queue` they become new messages of that queue.
-    """
+    """,
+    "purge_dead_messages": "Delete dead letters, all or those in `ids`. Returns how many.",
+    "cancel": "Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone.",
+    "cancel_by_key": "Remove the message that has a `dedup_key`, as `cancel` does, and make the key free.",
+    "create_schedule": """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick.
 
-    max_messages: Annotated[int, Meta(ge=1, le=REDRIVE_LIMIT)] = REDRIVE_LIMIT
-    to_queue: Annotated[str, Meta(description="Send them to this queue; needs admin access to it, too")] | None = None
-
-
-Cancel = _struct(
-    "Cancel",
-    "Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone.",
-    Request,
-    id=Id,
-)
-CancelByKey = _struct(
-    "CancelByKey",
-    "Remove the message that has a `dedup_key`, as `cancel` does, and make the key free.",
-    Request,
-    dedup_key=Key,
-)
+    With `if_not_exists` an existing schedule of the queue stays unchanged, and the time of its next tick is returned.
+    """,
+    "alter_schedule": "Change settings of a schedule. Returns the time of the next tick.",
+    "drop_schedule": "Drop a schedule. Messages that were claimed stay.",
+    "run_schedule": "Send the message of a schedule now, also if it is paused. Its ticks stay as they are.",
+    "reschedule": "Make a message that waits for a delay or a retry due at another time.",
+    "subscribe": "Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on.",
+    "unsubscribe": "End the subscription to exactly this topic or pattern. Messages that were published before stay.",
+}
 
 
-class Reschedule(Request):
-    """Make a message that waits for a delay or a retry due at another time."""
-
-    id: Id
-    due_at: Annotated[Moment, Meta(description="A timestamp with an offset; by default now")] | None = None
-
-
-class ScheduleName(Request):
-    """A schedule of the queue."""
-
-    name: Name
-
-
-DropSchedule = _struct("DropSchedule", "Drop a schedule. Messages that were claimed stay.", ScheduleName)
-RunSchedule = _struct(
-    "RunSchedule",
-    "Send the message of a schedule now, also if the schedule is paused. Its ticks stay as they are.",
-    ScheduleName,
-)
-
-
-class AlterSchedule(ScheduleName):
-    """Change settings of a schedule. Returns the time of the next tick."""
-
-    cron: Cron | None = None
-    payload: Json = field(default_factory=_nothing)
-    headers: JsonObject = field(default_factory=_nothing)
-    time_zone: TimeZone | None = None
-    paused: Annotated[bool, Meta(description="Whether the schedule has no ticks; by default false")] | None = None
-    catch_up: CatchUp | None = None
-    priority: Priority | None = None
-    group_key: Group | None = None
-
-
-class CreateSchedule(AlterSchedule, kw_only=True):
-    """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick.
-
-    With `if_not_exists` an existing schedule of the queue stays unchanged, and the time of its next tick is
-    returned.
-    """
-
-    cron: Cron
-    if_not_exists: Annotated[bool, Meta(description="Leave an existing schedule of the queue unchanged.")] = False
+def body_of(verb: str) -> type[Struct]:
+    """The body of a verb: the arguments of the client's method. Lists of ids and claim tokens are one of `claims`."""
+    members: list[Any] = []
+    method = getattr(AsyncQueue if hasattr(AsyncQueue, verb) else AsyncQueues, verb)
+    for each in list(signature(method).parameters.values())[1:]:
+        kind = _TYPES.get(f"{verb}.{each.name}", _TYPES[each.name])
+        name = _field(each.name, each.annotation)
+        if each.name == "claim_tokens":
+            members[-1] = ("claims", kind)
+        elif each.default is Parameter.empty:
+            members.append((name, kind))
+        elif each.name in ("payload", "headers"):
+            members.append((name, kind, field(default_factory=_nothing)))
+        elif each.name in _DEFAULTS:
+            members.append((name, kind, _DEFAULTS[each.name]))
+        else:
+            members.append((name, kind | None, None))
+    title = {"ack_claims": "Claims", "purge_dead_messages": "Ids"}.get(verb, verb.title().replace("_", ""))
+    return defstruct(title, members, bases=(Request,), namespace={"__doc__": _ABOUT[verb]}, kw_only=True)
 
 
 class Where(Struct):
@@ -387,17 +332,11 @@ class DirectStats(QueueStats):
     """
 
 
-def _setting(name: str, kind: Any) -> tuple[str, Any]:
-    if timedelta not in (kind, *get_args(kind)):
-        return name, kind
-    return f"{name}_seconds", float | None if get_args(kind) else float
-
-
 _SETTINGS: Final = [(each.name, each.type) for each in fields(QueueInfo)]
 QueueSettings = _struct(
     "QueueSettings",
     "A queue with its settings, as the SQL type; intervals in seconds.",
-    **dict(_setting(*each) for each in _SETTINGS),
+    **{_field(*each): _SECONDS.get(each[1], each[1]) for each in _SETTINGS},
 )
 ListedSettings = _struct("ListedSettings", "The queues of a database, by name.", queues=_list_of(QueueSettings))
 

@@ -1,6 +1,5 @@
 """The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -14,7 +13,7 @@ from ..databases import LARGE_BYTES
 from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, run_once
-from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
+from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, current
 from ..settings import Service
 from . import registry
 from .registry import (
@@ -31,34 +30,24 @@ from .registry import (
 
 _PATH: Final = "/managed-services/{service_id}/queues"
 _QUEUE: Final = f"{_PATH}/{{queue_name}}"
+_TAG: Final = "managed queues"
 ROUTES: Final = Routes()
 
-Handler = Callable[[Call, Service], Awaitable[Answer]]
+
+def _service(call: Call) -> Service:
+    """The service of a request. Raises `ApiError` if the user lacks the right to it, or to the queue."""
+    service = find_service(call.context, call.names["service_id"])
+    if (queue_name := call.names.get("queue_name")) is not None:
+        if not is_queue_name(queue_name):
+            raise queue_not_found(queue_name)
+        current().check(service.id, None, queue_name)  # whatever its database
+    return service
 
 
-def _route(method: str, path: str, need: Need, answer: Any, **more: Any) -> Callable[[Handler], Handler]:
-    """Make a function a route of a service. The rights to the service and the queue are checked first."""
-
-    def register(function: Handler) -> Handler:
-        async def endpoint(call: Call) -> Answer:
-            service = find_service(call.context, call.names["service_id"])
-            if (queue_name := call.names.get("queue_name")) is not None:
-                if not is_queue_name(queue_name):
-                    raise queue_not_found(queue_name)
-                current().check(service.id, None, queue_name)  # whatever its database
-            return await function(call, service)
-
-        described = {"tag": "managed queues", "answer": answer, "about": function.__doc__}
-        ROUTES.add(method, path, need, **described | more)(endpoint)
-        return function
-
-    return register
-
-
-@_route("POST", _PATH, ADMIN, QueueBody, body=CreateQueue, status=201)
-async def create_queue(call: Call, service: Service) -> Answer:
+@ROUTES.add("POST", _PATH, ADMIN, tag=_TAG, answer=QueueBody, body=CreateQueue, status=201)
+async def create_queue(call: Call) -> Answer:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
-    context = call.context
+    context, service = call.context, _service(call)
     body, _ = await call.json_of(CreateQueue)
     try:
         database = find_database(service, body.database_name)
@@ -82,35 +71,38 @@ async def create_queue(call: Call, service: Service) -> Answer:
     return replace(answer, headers={"Location": location})
 
 
-@_route("GET", _PATH, LISTS, QueueList)
-async def list_queues(call: Call, service: Service) -> Answer:
+@ROUTES.add("GET", _PATH, LISTS, tag=_TAG, answer=QueueList)
+async def list_queues(call: Call) -> Answer:
     """The queues of a service that the user sees, by name."""
+    service = _service(call)
     async with call.context.databases.control() as connection:
         queues = await registry.list_all(connection, service.id)
     seen = [each for each in queues if current().sees(service.id, each.database_name, each.name)]
     return Answer(200, encode({"queues": msgspec.convert(seen, list[ListedQueue], from_attributes=True)}))
 
 
-@_route("GET", _QUEUE, SEES, QueueBody)
-async def get_queue(call: Call, service: Service) -> Answer:
+@ROUTES.add("GET", _QUEUE, SEES, tag=_TAG, answer=QueueBody)
+async def get_queue(call: Call) -> Answer:
     """A queue, by name."""
+    service = _service(call)
     async with call.context.databases.control() as connection:
         return Answer(200, encode(await _found(connection, service, call.names["queue_name"])))
 
 
-@_route("DELETE", _QUEUE, ADMIN, QueueBody, status=202)
-async def delete_queue(call: Call, service: Service) -> Answer:
+@ROUTES.add("DELETE", _QUEUE, ADMIN, tag=_TAG, answer=QueueBody, status=202)
+async def delete_queue(call: Call) -> Answer:
     """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
-    context, queue_name = call.context, call.names["queue_name"]
+    context, service, queue_name = call.context, _service(call), call.names["queue_name"]
     async with context.databases.control() as connection:
         await _found(connection, service, queue_name)
         queue = await registry.delete(connection, context.settings.tasks.queue, service.id, queue_name)
         return Answer(202, encode(queue or await _found(connection, service, queue_name)))
 
 
-@_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, body=EnqueueRequest, status=202)
-async def enqueue(call: Call, service: Service) -> Answer:
+@ROUTES.add("POST", f"{_QUEUE}/messages", PRODUCER, tag=_TAG, answer=TaskId, body=EnqueueRequest, status=202)
+async def enqueue(call: Call) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
+    service = _service(call)
     body, text = await call.json_of(EnqueueRequest)
     async with naming(call.context.databases.control, body.messages, "messages[{}]."):
         answer = await _submit(call, service, "enqueue", text)
@@ -120,22 +112,22 @@ async def enqueue(call: Call, service: Service) -> Answer:
     return answer
 
 
-@_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, parameters=TaskOf, polls=True)
-async def poll_enqueue(call: Call, service: Service) -> Answer:
+@ROUTES.add("GET", f"{_QUEUE}/messages", PRODUCER, tag=_TAG, answer=EnqueueTask, parameters=TaskOf, polls=True)
+async def poll_enqueue(call: Call) -> Answer:
     """The result of sending messages: their ids in the order of the request, when the task is completed."""
-    return await _poll(call, service, "enqueue")
+    return await _poll(call, _service(call), "enqueue")
 
 
-@_route("POST", f"{_QUEUE}/stats", SEES, TaskId, status=202)
-async def request_stats(call: Call, service: Service) -> Answer:
+@ROUTES.add("POST", f"{_QUEUE}/stats", SEES, tag=_TAG, answer=TaskId, status=202)
+async def request_stats(call: Call) -> Answer:
     """Have an agent read the depth of a queue. Poll for the result."""
-    return await _submit(call, service, "stats")
+    return await _submit(call, _service(call), "stats")
 
 
-@_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, parameters=TaskOf, polls=True)
-async def poll_stats(call: Call, service: Service) -> Answer:
+@ROUTES.add("GET", f"{_QUEUE}/stats", SEES, tag=_TAG, answer=StatsTask, parameters=TaskOf, polls=True)
+async def poll_stats(call: Call) -> Answer:
     """The depth that the agent read."""
-    return await _poll(call, service, "stats")
+    return await _poll(call, _service(call), "stats")
 
 
 async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> QueueBody:

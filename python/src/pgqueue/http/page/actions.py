@@ -4,21 +4,20 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 import psycopg
-from msgspec import Struct
 from msgspec.json import decode
 from starlette.responses import RedirectResponse, Response
 
 from ..._wording import counted as count
 from ...client import AsyncQueue
-from ..calls import Call, Context, Routes
+from ..calls import Call, Context, Routes, Target
 from ..decoding import convert
-from ..direct.verbs import VERBS, Target, Verb
+from ..direct.routes import VERBS, Verb
 from ..errors import ApiError
 from ..managed import registry
 from ..metrics import Place
 from ..security.rights import ADMIN, Need, current
-from .rendering import Form, back_to, explain, message_ids, open_queue, place_of, pretty_json, read_form, render
-from .search import LOOK_LIMIT, Filter, State, find_ids
+from .rendering import Form, View, back_to, explain, message_ids, open_queue, place_of, pretty_json, read_form, render
+from .search import LOOK_LIMIT, Filter, find_ids
 
 ROUTES: Final = Routes()
 REDRIVE_LIMIT: Final = 100_000  # dead letters at a time, as in the API
@@ -48,18 +47,12 @@ _ACTIONS: Final[dict[str, tuple[str, dict[str, Any], str]]] = {
 }
 
 
-class _Confirmed(Struct):
-    action: str
-    of: str = ""
-    state: State = "dead"
-
-
 @ROUTES.page("GET", "/queue/confirm", ADMIN)
 async def confirm(call: Call) -> Response:
     """The page that asks before dead letters are redriven or deleted: all, the selected (`id`), or those that a filter
     finds. The action `delete` is for selected messages that are ready or scheduled.
     """
-    place, given = place_of(call), call.parameters(_Confirmed)
+    place, given = place_of(call), call.parameters(View)
     selected = ",".join(call.query_params.getlist("id"))
     _check_action(given.action, _CONFIRMED_ACTIONS)
     if not selected and (given.of == "selected" or given.action == "delete"):
@@ -75,7 +68,7 @@ async def confirm(call: Call) -> Response:
         call.scope,
         place=place,
         action=given.action,
-        state=given.state,
+        state=given.state or "dead",
         noun="message" if given.action == "delete" else "dead letter",
         verb=_CONFIRMED_ACTIONS[given.action],
         ids=ids,
@@ -189,7 +182,7 @@ async def schedules(call: Call) -> Response:
         schedules=[(*row[:-1], pretty_json(row[-1] or "", _MAX_TEXT)) for row in rows],
         most=_MAX_SHOWN,
         subscriptions=subscriptions,
-        done=call.query_params.get("done", "")[:200],
+        done=call.parameters(View).done[:200],
     )
 
 

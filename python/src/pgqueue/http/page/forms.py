@@ -3,10 +3,9 @@
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psycopg
-from msgspec import Struct
 from psycopg.types.json import Jsonb
 from starlette.responses import RedirectResponse, Response
 
@@ -21,6 +20,7 @@ from ..security.admission import address_of, safe_target
 from ..security.rights import ADMIN, NOTHING, PRODUCER, READER, Need, current
 from .rendering import (
     Form,
+    View,
     back_to,
     explain,
     message_ids,
@@ -31,7 +31,7 @@ from .rendering import (
     read_form,
     render,
 )
-from .search import Filter, State, search
+from .search import Filter, search
 
 ROUTES: Final = Routes()
 
@@ -170,18 +170,11 @@ async def change_settings(call: Call) -> Response:
     return back_to("queue", place, done="The settings are changed")
 
 
-class _Copied(Struct):
-    """The message whose content the form has."""
-
-    state: State | Literal[""] = ""
-    id: str = ""
-
-
 @ROUTES.page("GET", "/queue/send", PRODUCER)
 async def send_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
     place, given = place_of(call), form or Form()
-    copied = call.parameters(_Copied)
+    copied = call.parameters(View)
     is_copy = copied.id and form is None
     if is_copy:
         current().check(*place, READER.accesses)

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qs, urlencode
 
 import psycopg
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
@@ -25,7 +25,7 @@ from ..managed.registry import QueueBody
 from ..memory import run_beside
 from ..metrics import Place, Sample, Sampler
 from ..security.rights import ALL, current
-from .search import MAX_ID
+from .search import MAX_ID, State
 
 _HEIGHT: Final = 28
 _MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short
@@ -184,6 +184,19 @@ class _Place(Struct):
     service: str
     database: str
     name: str
+
+
+class View(Struct):
+    """Which queues or messages a page shows, what it asks, and what a request has done."""
+
+    find: str = ""
+    sort: Literal["", "ready_messages", "dead_messages", "oldest_age_seconds"] = ""
+    state: State | Literal[""] = ""
+    after: Annotated[int, Meta(ge=0, le=MAX_ID)] | None = None
+    id: str = ""
+    action: str = ""
+    of: str = ""
+    done: str = ""
 
 
 def back_to(path: str, place: Place, **more: object) -> RedirectResponse:

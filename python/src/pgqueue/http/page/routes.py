@@ -7,11 +7,10 @@ import re
 import time
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import psycopg
-from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from ..._wording import counted as count
@@ -24,8 +23,8 @@ from ..managed import registry
 from ..memory import run_beside
 from ..metrics import Place
 from ..security.rights import ALL, LISTS, READER, Need, current, forbidden
-from .rendering import Row, build_rows, message_ids, open_queue, place_of, pretty_json, render
-from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, State, error_groups, search
+from .rendering import Row, View, build_rows, message_ids, open_queue, place_of, pretty_json, render
+from .search import LOOK_LIMIT, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
 
 ROUTES: Final = Routes()
 
@@ -41,14 +40,6 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters 
 _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
 
 
-class _Wanted(Struct):
-    """Which queues the table shows, in which order, and what a request has done."""
-
-    find: str = ""
-    sort: Literal["", "ready_messages", "dead_messages", "oldest_age_seconds"] = ""
-    done: str = ""
-
-
 @ROUTES.page("GET", "/", LISTS)
 async def queues(call: Call) -> Response:
     """The page of all queues, or of those whose service, database and name contain `find`."""
@@ -62,7 +53,7 @@ async def table(call: Call) -> Response:
 
 
 async def _table(call: Call, template: str) -> Response:
-    context, wanted = call.context, call.parameters(_Wanted)
+    context, wanted = call.context, call.parameters(View)
     find, sort = wanted.find, wanted.sort
     try:
         async with context.databases.control() as connection:
@@ -90,18 +81,10 @@ async def _table(call: Call, template: str) -> Response:
     return await run_beside(len(shown) * _ROW_CHARACTERS, render, template, call.scope, **values)
 
 
-class _Shown(Struct):
-    """What a page of a queue shows."""
-
-    state: State | Literal[""] = ""
-    after: Annotated[int, Meta(ge=0, le=MAX_ID)] | None = None
-    done: str = ""
-
-
 @ROUTES.page("GET", "/queue", READER)
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
-    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), call.parameters(_Shown)
+    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), call.parameters(View)
     samples = context.sampler.samples(place)
     found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
     async with open_queue(context, place, is_slow=True) as opened:
@@ -138,15 +121,10 @@ async def queue(call: Call) -> Response:
     )
 
 
-class _Message(Struct):
-    state: State
-    id: str
-
-
 @ROUTES.page("GET", "/queue/message", READER)
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
-    place, given = place_of(call), call.parameters(_Message)
+    place, given = place_of(call), call.parameters(View)
     wanted = message_ids(given.id)[0]
     async with open_queue(call.context, place) as opened:
         found = await search(opened.connection, opened.name, given.state, Filter(id=wanted), 1, PAYLOAD_LIMIT)

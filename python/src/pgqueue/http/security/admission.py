@@ -1,19 +1,25 @@
-"""Admission of requests: the user by password, token or session, which is a signed cookie that a log-in sets."""
+"""Admission of requests: the user by password, token or session, which is a signed cookie that a log-in sets; and the
+audit of what users administer, or try to: a line in the log, and a row in the control database.
+"""
 
 import hashlib
+import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+import psycopg
 from itsdangerous import BadData, URLSafeTimedSerializer
+from psycopg import AsyncConnection
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from ..errors import ApiError
-from .rights import Caller
+from .rights import Caller, current
 from .tokens import Tokens
 from .users import Authenticator, User
 
@@ -28,6 +34,14 @@ _MOST_CHARACTERS: Final = 1024  # of a bearer token
 _TARGET: Final = re.compile(r"(?:[a-z_]+(?:/[a-z_]+)?)?(?:\?[!-~]*)?")
 _SIGNING: Final = {"digest_method": hashlib.sha256, "key_derivation": "hmac"}
 _MOST_ENDED: Final = 100_000  # sessions that are kept
+_MOST_SHOWN: Final = 300  # characters in the audit
+_MOST_WAITING: Final = 1000  # records of it that are not stored yet
+_INSERT: Final = (
+    "insert into pgqueue_http.audit (user_name, token_name, address, act, place, status)"
+    " values (%(user)s, %(token)s, %(address)s, %(act)s, %(place)s, %(status)s)"
+)
+
+audit_logger = logging.getLogger("pgqueue.audit")
 
 
 class Session(NamedTuple):
@@ -144,3 +158,51 @@ def safe_target(to: str) -> str:
 
 def _is_api(path: str) -> bool:
     return path.startswith(_API_PREFIXES)
+
+
+class Audit:
+    """Records the requests that need the access admin and change something, whatever their result."""
+
+    def __init__(
+        self,
+        connect: Callable[[], AbstractAsyncContextManager[AsyncConnection[Any]]],
+        run_in_background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._connect = connect
+        self._run_in_background = run_in_background
+        self._waiting = 0
+
+    def note(self, scope: Scope, status: int) -> None:
+        """Record the request that this task has served, if it is such a request."""
+        caller, path = current(), scope["path"]
+        if not caller.administers or scope["method"] == "GET":
+            return
+        verb = path.rpartition("/")[2] if path.startswith(("/v1/queues/", "/queue/")) else path
+        record: dict[str, object] = {
+            "user": caller.name,
+            "token": caller.token,
+            "address": _text(address_of(scope)),
+            "act": _text(f"{scope['method']} {verb}"),
+            "place": _text("/".join(caller.place)),
+            "status": status,
+        }
+        audit_logger.info("audit", extra=record)
+        if self._waiting == _MOST_WAITING:
+            audit_logger.warning("an act is not in the control database: %s others wait to be stored", _MOST_WAITING)
+            return
+        self._waiting += 1
+        self._run_in_background(self._store(record))
+
+    async def _store(self, record: dict[str, object]) -> None:
+        try:
+            async with self._connect() as connection:
+                await connection.execute(_INSERT, record)
+        except (psycopg.Error, OSError) as error:
+            audit_logger.warning("an act is not in the control database: %s", type(error).__name__)
+        finally:
+            self._waiting -= 1
+
+
+def _text(given: str) -> str:
+    """A short text that can be stored; a request may name anything."""
+    return "".join(each if each.isprintable() else "?" for each in given[:_MOST_SHOWN])

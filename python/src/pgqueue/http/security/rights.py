@@ -60,10 +60,12 @@ def parse_rights(given: object) -> tuple[Right, ...]:
 
 
 class Need(NamedTuple):
-    """What a route needs: one of the accesses, to a queue, which `Caller.check` checks, to some queue, or to all."""
+    """What a route needs: one of the accesses, to a queue or to all queues of a database, which the methods of `Caller`
+    check, to some queue, or to all.
+    """
 
     accesses: tuple[str, ...]
-    of: Literal["queue", "some", "all", "nothing"] = "queue"
+    of: Literal["queue", "database", "some", "all", "nothing"] = "queue"
 
 
 PRODUCER: Final = Need(("producer",))
@@ -126,6 +128,11 @@ class Caller:
         if not self.may(self.needs.accesses, service, database, queue):
             raise forbidden(self.needs.accesses, "a queue of this name" if is_new else "this queue")
 
+    def check_database(self, service: str, database: str) -> None:
+        """Raise `ApiError` 403 unless the user may do what the route needs with all queues of a database."""
+        if not self.may(self.needs.accesses, service, database, ALL):
+            raise forbidden(self.needs.accesses, "all queues of the database")
+
 
 def forbidden(accesses: Sequence[str], to: str) -> ApiError:
     """The error for what the user sees but may not do."""
@@ -151,7 +158,7 @@ def require(need: Need) -> None:
         return
     caller = current()
     caller.needs = need
-    if need.of == "some" and not caller.may(need.accesses):
+    if need.of in ("some", "database") and not caller.may(need.accesses):
         raise forbidden(need.accesses, "any queue")
     if need.of == "all" and not caller.may(need.accesses, ALL, ALL, ALL):
         raise forbidden(need.accesses, "all queues")
