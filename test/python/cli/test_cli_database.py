@@ -8,6 +8,7 @@ import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 
 import psycopg
@@ -464,6 +465,27 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(own_database: str) -> None:
     assert {record["finding"] for record in found.records} >= {"sequence_cache", "paused_queue"}
     if healthy.status == 0:  # another test may hold back vacuum at this moment
         assert healthy.out == "no problems found\n"
+
+
+def test_doctor_with_exit_code_ignores_lesser_findings_and_is_silent_without_one(own_database: str) -> None:
+    with psycopg.connect(own_database, autocommit=True) as connection:
+        queue = pgqueue.Queue(connection, "orders")
+        queue.create_queue()
+        queue.pause_queue()
+        connection.execute("alter sequence pgqueue.message_id cache 10")
+        queue.enqueue({}, expires_in=timedelta(hours=1))  # which wants an index, a warning
+        every = in_process(own_database, "doctor", "--exit-code", "info", "--json")
+        worst = in_process(own_database, "doctor", "--exit-code", "error", "--json")
+        connection.execute("alter sequence pgqueue.message_id cache 1")
+        healthy = in_process(own_database, "doctor", "--exit-code", "error")
+        paused = in_process(own_database, "doctor", "--exit-code", "info")
+        wrong = in_process(own_database, "doctor", "--exit-code", "bad")
+    assert every.status == worst.status == paused.status == 3
+    assert {record["severity"] for record in every.records} == {"error", "warning", "info"}
+    assert {record["finding"] for record in worst.records} == {"sequence_cache"}
+    assert (healthy.status, healthy.out, healthy.err) == (0, "", "")
+    assert "info paused_queue in queue orders\n" in paused.out
+    assert wrong.status == 2
 
 
 def test_compact_returns_the_disk_space_of_dead_rows(own_database: str) -> None:

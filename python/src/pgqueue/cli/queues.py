@@ -40,6 +40,14 @@ class OnDead(StrEnum):
     HOLD = "hold"
 
 
+class Severity(StrEnum):
+    """How bad a finding of doctor is, the worst first."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
 # The settings of a queue. The help has the default and the range in parentheses.
 _SETTINGS: Final[dict[str, Any]] = {
     "visibility_timeout": optional_duration("How long a claimed message stays hidden (30s; 1s to 12h)."),
@@ -354,21 +362,30 @@ def doctor(
     peek_delay: Annotated[
         timedelta | None, duration_option(help="The interval at which the consumers poll (1s).")
     ] = None,
+    exit_code: Annotated[
+        Severity | None,
+        typer.Option("--exit-code", help="For cron: ignore lesser findings, and be silent without one."),
+    ] = None,
 ) -> None:
     """Report problems, and the statements that repair them.
 
-    The exit status is 3 if a finding is worse than info.
+    The exit status is 3 if a finding is worse than info. With --exit-code it is 3 if a finding is of this severity or
+    worse; other findings are not shown, and without a finding nothing is.
     """
     with session.queues() as verbs:
         findings = verbs.doctor(peek_delay)
+    severities = list(Severity)
+    counting = severities[: severities.index(exit_code or Severity.WARNING) + 1]
+    bad = [finding for finding in findings if finding.severity in counting]
+    shown = findings if exit_code is None else bad
     if session.json:
-        session.lines(findings)
-    elif findings:
-        for finding in findings:
+        session.lines(shown)
+    elif shown:
+        for finding in shown:
             session.out.print(_finding(finding), soft_wrap=True)
-    else:
+    elif exit_code is None:
         session.say("no problems found")
-    if any(finding.severity != "info" for finding in findings):
+    if bad:
         raise typer.Exit(Status.NO)
 
 
