@@ -74,12 +74,13 @@ def test_the_query_for_keda_counts_what_a_consumer_could_work_on(
     assert pgqueue_connection.execute(query).fetchone() == (3,)
 
 
-def test_the_services_use_options_that_exist() -> None:
+def test_the_services_and_cron_use_options_that_exist() -> None:
     units = [re.findall(r"ExecStart=\S+/pgqueue (.*)", path.read_text()) for path in HERE.glob("*.service")]
+    cron = re.findall(r"^\*/15 .*/pgqueue (.*)", (HERE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     manifest = (HERE / "kubernetes.yaml").read_text(encoding="utf-8")
     worker, *others = [re.sub(r"[,\"]", " ", line) for line in re.findall(r"args: \[(.*)\]", manifest)]
-    lines = [line for unit in units for line in unit] + [f"work {worker}", *others]
-    assert len(lines) == 5
+    lines = [line for unit in units for line in unit] + [f"work {worker}", *others, *cron]
+    assert len(lines) == 6
     for command, *words in map(shlex.split, lines):
         known = in_process("", command, "--help").out
         for option in (word for word in words if word.startswith("--")):
