@@ -980,7 +980,7 @@ language sql stable parallel safe as $$
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
 $$;
-comment on function pgqueue._element(text, bigint, int) is
+comment on function pgqueue._element is
 'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
 has one message.';
 
@@ -1002,7 +1002,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require(boolean, text, text, text) is
+comment on function pgqueue._require is
 'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
 
 create function pgqueue._raise(error text, variadic args text[]) returns void
@@ -1096,7 +1096,7 @@ begin
     end case;
 end;
 $$;
-comment on function pgqueue._raise(text, text[]) is
+comment on function pgqueue._raise is
 'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
@@ -1160,7 +1160,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._may_or_raise(text, text, boolean) is
+comment on function pgqueue._may_or_raise is
 'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
 if the queue would be created, 42501.';
 
@@ -1211,12 +1211,12 @@ $$;
 
 create function pgqueue._now() returns timestamptz
 language sql volatile parallel safe as $$ select clock_timestamp() $$;
-comment on function pgqueue._now() is
+comment on function pgqueue._now is
 'The current time. Not now(): it stands still in a transaction, so claims and delays would start in the past.';
 
 create function pgqueue._add_interval(moment timestamptz, span interval) returns timestamptz
 language sql stable parallel safe as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
-comment on function pgqueue._add_interval(timestamptz, interval) is
+comment on function pgqueue._add_interval is
 'A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.';
 
 create function pgqueue._has_time() returns boolean
@@ -1224,13 +1224,13 @@ language sql volatile as $$
     select current_setting('statement_timeout') = '0'
         or pgqueue._now() < statement_timestamp() + current_setting('statement_timeout')::interval / 2
 $$;
-comment on function pgqueue._has_time() is
+comment on function pgqueue._has_time is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
 Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.';
 
 create function pgqueue._is_walk_over(at timestamptz) returns boolean
 language sql volatile as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
-comment on function pgqueue._is_walk_over(timestamptz) is
+comment on function pgqueue._is_walk_over is
 'Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then takes
 messages to remove, too: so it ends, and the register passes them. Inlined.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
@@ -1239,7 +1239,7 @@ messages to remove, too: so it ends, and the register passes them. Inlined.';
 
 create function pgqueue._to_micros(moment timestamptz) returns bigint
 language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
-comment on function pgqueue._to_micros(timestamptz) is
+comment on function pgqueue._to_micros is
 'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
 Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
@@ -1249,7 +1249,7 @@ as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microse
 
 create function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
 language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
-comment on function pgqueue._clamp_due_at(timestamptz) is
+comment on function pgqueue._clamp_due_at is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
@@ -1297,7 +1297,7 @@ begin
     return number;
 end;
 $$;
-comment on function pgqueue._take_number(text) is
+comment on function pgqueue._take_number is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
@@ -1320,7 +1320,7 @@ language sql volatile as $$ select coalesce(pg_sequence_last_value(register), se
 create function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._sequence_name(text, text) is
+comment on function pgqueue._sequence_name is
 'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
 name, as the name of a queue can be longer than an identifier. Inlined.';
 
@@ -1351,7 +1351,7 @@ language sql volatile as $$
         else messages
     end
 $$;
-comment on function pgqueue._count(text, text, int) is
+comment on function pgqueue._count is
 'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
@@ -1410,7 +1410,7 @@ $$;
 
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._lookup_keys(text, bigint[]) is
+comment on function pgqueue._lookup_keys is
 'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
 order.';
 
@@ -1424,7 +1424,7 @@ language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_current_key_lookup() is
+comment on function pgqueue._has_current_key_lookup is
 'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
 installation that is no extension, it may have another.';
 
@@ -1456,7 +1456,7 @@ do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
 create function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
 language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
+comment on function pgqueue._is_in_queue is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
@@ -1503,7 +1503,7 @@ as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = 
 create function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
-comment on function pgqueue._is_unclaimed(pgqueue.messages) is
+comment on function pgqueue._is_unclaimed is
 'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
 
 create function pgqueue._lock_claims(
@@ -1551,7 +1551,7 @@ begin
     held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
 end;
 $$;
-comment on function pgqueue._lock_claims(pgqueue.queues, bigint[], uuid[]) is
+comment on function pgqueue._lock_claims is
 'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
 is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
@@ -1559,19 +1559,19 @@ is, and the ids of these messages. A claim that is given twice has the same answ
 
 create function pgqueue._lock_key(queue_name text) returns bigint
 language sql immutable strict parallel safe as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
-comment on function pgqueue._lock_key(text) is
+comment on function pgqueue._lock_key is
 'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
 create function pgqueue._lock_queue(queue_name text) returns boolean
 language sql volatile as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._lock_queue(text) is
+comment on function pgqueue._lock_queue is
 'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
 lock before it locks message rows, and locks message rows by id.';
 
 create function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._has_fixed_snapshot() is
+comment on function pgqueue._has_fixed_snapshot is
 'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
 later.';
 
@@ -1616,7 +1616,7 @@ begin
     perform pgqueue._raise('stale_snapshot', object);
 end;
 $$;
-comment on function pgqueue._require_current_snapshot(text) is
+comment on function pgqueue._require_current_snapshot is
 'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
 snapshot and any transaction has committed since.';
 
@@ -1639,7 +1639,7 @@ begin
         and pg_relation_filenode(c.oid) <> c.relfilenode;
 end;
 $$;
-comment on function pgqueue._require_untruncated(regclass[]) is
+comment on function pgqueue._require_untruncated is
 'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
 every statement locks its tables first and takes its snapshot second.';
 
@@ -1673,7 +1673,7 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._get_locked_queue(text) is
+comment on function pgqueue._get_locked_queue is
 'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
 or than a compaction.';
 
@@ -1716,7 +1716,7 @@ language sql volatile as $$
             and a.pid <> pg_catalog.pg_backend_pid()
     )
 $$;
-comment on function pgqueue._dumping_processes() is
+comment on function pgqueue._dumping_processes is
 'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
 create function pgqueue._is_dump_running() returns boolean
@@ -1763,7 +1763,7 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition(text, bigint, regclass) is
+comment on function pgqueue._create_partition is
 'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
@@ -1803,7 +1803,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
+comment on function pgqueue._truncate_or_drop_partition is
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
 and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
@@ -1880,7 +1880,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._passed_levels(pgqueue.queues, bigint) is
+comment on function pgqueue._passed_levels is
 'The positions that claims have passed, from the place first_id on: no message has a lower place.';
 
 create function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
@@ -1947,7 +1947,7 @@ begin
     return ids <> '{}';
 end;
 $$;
-comment on function pgqueue._adopt_messages(pgqueue.queues) is
+comment on function pgqueue._adopt_messages is
 'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
 of the queue. Returns whether there were any.';
 -- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
@@ -1974,7 +1974,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._call_queue_handlers is
 'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was
 created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively. When it is being
 dropped, its row is deleted and its messages still exist.';
@@ -1998,12 +1998,17 @@ begin
     for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
+    perform pgqueue._request_at_commit(p.proname, at)
+    from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
 end;
 $$;
-comment on function pgqueue._call_if_due(text, timestamptz) is
-'Calls _on_housekeeping_due_<module>(at) of each module once an hour, or _on_maintenance_due_<module>(at) once a second.
-A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
-that has nothing to do to a later one.';
+comment on function pgqueue._call_if_due is
+'Calls _on_housekeeping_due_<module>(at) of each module once an hour, and _at_housekeeping_<module>(at) at the commit,
+or _on_maintenance_due_<module>(at) once a second. A handler must not wait for a lock. One that has more to do sets the
+register to an earlier time, one that has nothing to do to a later one.';
 
 create function pgqueue._do_at_commit() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '20 ms'
@@ -2055,7 +2060,7 @@ begin
     insert into pgqueue.compactions (tried_at, handler) values (at, handler);
 end;
 $$;
-comment on function pgqueue._request_at_commit(text, timestamptz) is
+comment on function pgqueue._request_at_commit is
 'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
 exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
@@ -2075,7 +2080,7 @@ $$;
 create function pgqueue.channel(queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
-comment on function pgqueue.channel(text) is
+comment on function pgqueue.channel is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 
@@ -2131,7 +2136,7 @@ language sql immutable parallel safe as $$ select pgqueue._sequence_name('archiv
 create function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive(text) is
+comment on function pgqueue._lock_queue_without_archive is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
 create function pgqueue._utc_day(moment timestamptz) returns date
@@ -2144,7 +2149,7 @@ begin
     return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
 end;
 $$;
-comment on function pgqueue._finish_time() is
+comment on function pgqueue._finish_time is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
 
@@ -2155,7 +2160,7 @@ create function pgqueue._has_day_partition(day date) returns boolean
 language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
-comment on function pgqueue._has_day_partition(date) is
+comment on function pgqueue._has_day_partition is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
@@ -2218,7 +2223,7 @@ begin
     return coalesce(acked, '{}');
 end;
 $$;
-comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
+comment on function pgqueue._ack_to_archive is
 'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
 claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
@@ -2227,7 +2232,7 @@ returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
-comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
+comment on function pgqueue._moved_bytes is
 'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
@@ -2249,7 +2254,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._fetch_slice(refcursor) is
+comment on function pgqueue._fetch_slice is
 'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
 Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
@@ -2294,7 +2299,7 @@ begin
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
-comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
+comment on function pgqueue._add_dead_letter is
 'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
 same insert, which takes half of the time.';
 -- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
@@ -2427,7 +2432,7 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._reserve_queue(pgqueue.queues) is
+comment on function pgqueue._reserve_queue is
 'The part of create_queue under the lock of the queue. Returns the queue of this name or, if there is none, the model
 with the number of the new queue and no created_at. The new queue is dedicated if a table was left for it.';
 
@@ -2510,11 +2515,7 @@ begin
     return pgqueue._public_queue(q);
 end;
 $$;
-comment on function pgqueue.create_queue(
-    pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean,
-    pgqueue.queue_of_admin
-) is
+comment on function pgqueue.create_queue is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
 goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
@@ -2622,11 +2623,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.alter_queue(
-    pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin,
-    boolean
-) is
+comment on function pgqueue.alter_queue is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
@@ -2649,7 +2646,7 @@ begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
+comment on function pgqueue.get_queue is
 'Returns a queue with its settings. Raises PQ001.';
 
 create function pgqueue.list_queues(caller pgqueue.caller default current_user) returns setof pgqueue.queue
@@ -2662,7 +2659,7 @@ begin
     order by q.name;
 end;
 $$;
-comment on function pgqueue.list_queues(pgqueue.caller) is
+comment on function pgqueue.list_queues is
 'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
 create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin) returns boolean
@@ -2677,7 +2674,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.pause_queue is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Waits for a transaction that has changed
 the queue. Raises PQ001.';
@@ -2697,7 +2694,7 @@ begin
     return resumed;
 end;
 $$;
-comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.resume_queue is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Waits as
 pause_queue does. Raises PQ001.';
 -- Removes queues and the messages of queues.
@@ -2779,7 +2776,7 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
+comment on function pgqueue._remove_messages is
 'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
@@ -2794,7 +2791,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.purge_queue is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
 statement_timeout has passed, and has then removed some: repeat it until it returns 0 or, as each schedule adds its next
 tick again, the number of schedules. A dedicated table is truncated at once. Dead letters stay. Streams stay, too, but
@@ -2840,7 +2837,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.drop_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.drop_queue is
 'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
@@ -2924,7 +2921,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._read_dedup_keys(pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[]) is
+comment on function pgqueue._read_dedup_keys is
 'The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its message
 is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the caller is
 about to add. is_locked is false if no other transaction is changing the key.';
@@ -2951,7 +2948,7 @@ begin
     return written;
 end;
 $$;
-comment on function pgqueue._write_dedup_keys(pgqueue.queues, bigint, text[], bigint[], timestamptz, bigint[]) is
+comment on function pgqueue._write_dedup_keys is
 'Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of all
 keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.';
 
@@ -3054,7 +3051,7 @@ begin
         order by u.n);
 end;
 $$;
-comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+comment on function pgqueue._take_dedup_keys is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
 messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
 replace, the last. An element without a key keeps its id.';
@@ -3128,7 +3125,7 @@ language sql stable as $$
     from generate_series(0, 2) as c
     where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
 $$;
-comment on function pgqueue._ended_dedup_tables(timestamptz) is
+comment on function pgqueue._ended_dedup_tables is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
 create function pgqueue._truncate_dedup_keys(at timestamptz) returns void
@@ -3256,7 +3253,7 @@ language sql immutable parallel safe as $$
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
         and (expires_in is null or pgqueue._is_interval_between(expires_in, '0', '3652.5 days'))
 $$;
-comment on function pgqueue._is_valid(pgqueue.queues, jsonb, jsonb, interval, bytea) is
+comment on function pgqueue._is_valid is
 'Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.';
 
 create function pgqueue._notify_if_valid(
@@ -3273,7 +3270,7 @@ language sql volatile as $$
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
 $$;
-comment on function pgqueue._notify_if_valid(pgqueue.queues, timestamptz, jsonb, jsonb, interval, bytea) is
+comment on function pgqueue._notify_if_valid is
 'Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no maintenance.
 One call in 500 returns false for the sake of maintenance. Inlined.';
 
@@ -3420,9 +3417,7 @@ begin
             queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body]) as b);
 end;
 $$;
-comment on function pgqueue.enqueue(
-    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text, int
-) is
+comment on function pgqueue.enqueue is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -3606,10 +3601,7 @@ begin
     return query select i from unnest(coalesce(holders, ids)) as i;
 end;
 $$;
-comment on function pgqueue.enqueue_batch(
-    pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
-    text[], int[]
-) is
+comment on function pgqueue.enqueue_batch is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. Empty arrays send
 nothing. An error for an element names it, such as payloads[6], as SQL counts: the first element is payloads[1]. An
@@ -3640,7 +3632,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._running_writers() is
+comment on function pgqueue._running_writers is
 'The running transactions that have written to messages, through the parent or directly to a partition, to
 scheduled_messages or to requeued_messages, including prepared transactions.';
 
@@ -3652,7 +3644,7 @@ as $$
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+comment on function pgqueue._first_possible_id is
 'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
@@ -3667,7 +3659,7 @@ $$;
 
 create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
 language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
+comment on function pgqueue._discard_future_time is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
 create function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
@@ -3749,7 +3741,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int, boolean) is
+comment on function pgqueue._read_messages is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
@@ -3789,7 +3781,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, boolean) is
+comment on function pgqueue._ids_between is
 'The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
 there are 1,000 or more messages, those above the 1,000th can be missing.';
 
@@ -3996,7 +3988,7 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
+comment on function pgqueue._record_vacant_ids is
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
@@ -4008,7 +4000,7 @@ language sql volatile as $$
             when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
-comment on function pgqueue._pages_read(pgqueue.queues) is
+comment on function pgqueue._pages_read is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
 pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
 
@@ -4041,7 +4033,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old(pgqueue.queues, boolean) is
+comment on function pgqueue._record_if_old is
 'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
 passed few ids since. A read-only transaction, as on a standby, records nothing.';
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
@@ -4090,7 +4082,7 @@ begin
     from arrived m;
 end;
 $$;
-comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+comment on function pgqueue._move_due_slice is
 'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
@@ -4176,7 +4168,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+comment on function pgqueue._remove_spent_messages is
 'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
 gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 
@@ -4413,7 +4405,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
+comment on function pgqueue._lock_levels is
 'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
 that is over returns the positions of visible messages that are not ready, too.';
 
@@ -4484,7 +4476,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+comment on function pgqueue._sweep_recent is
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
 late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
@@ -4512,7 +4504,7 @@ begin
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
-comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+comment on function pgqueue._sweep_other_tables is
 'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
@@ -4678,7 +4670,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+comment on function pgqueue._sweep is
 'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
 and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
 ms and at most 500 ms, as messages that commit late wait for it; else at once.';
@@ -4739,7 +4731,7 @@ begin
     return greatest(0, places);
 end;
 $$;
-comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+comment on function pgqueue._places_left is
 'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
 whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
 the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
@@ -4795,7 +4787,7 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+comment on function pgqueue._claim_groups is
 'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
 and the first spent one of each. The claim removes the latter, and then looks again.';
 
@@ -4847,7 +4839,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
+comment on function pgqueue._claim_ungrouped is
 'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
@@ -4940,7 +4932,7 @@ begin
     from walk w;
 end;
 $$;
-comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
+comment on function pgqueue._walk_groups is
 'Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns the
 locked ones, and where to go on; null at the end.';
 
@@ -5046,7 +5038,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._claim_candidates_grouped is
 'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';
 -- In a queue with priorities a claim takes the messages with the highest priority first. The tables of such queues have
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
@@ -5153,7 +5145,7 @@ begin
     return ids[:wanted];
 end;
 $$;
-comment on function pgqueue._take_highest(pgqueue.queues, bigint[], bigint[], int) is
+comment on function pgqueue._take_highest is
 'Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
 find the others again.';
 
@@ -5306,7 +5298,7 @@ begin
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, boolean) is
+comment on function pgqueue._allowed_messages is
 'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
 max_in_flight, and claims that other transactions may have extended count, too.';
 
@@ -5347,7 +5339,7 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
+comment on function pgqueue._lock_max_in_flight is
 'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
 of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
@@ -5573,7 +5565,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._are_only_visible(text, bigint[], bigint, regclass) is
+comment on function pgqueue._are_only_visible is
 'Whether the messages that a claim has found are the only ones that a sweep could find: it counts the visible messages
 at all ids that are not vacant. Then moves fresh_from_id beyond all messages. False if there are more than 500 others,
 rows of requeued_messages, or due messages. For a queue of messages_shared.';
@@ -5617,7 +5609,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._lock_candidates_slowly(text, int, interval, boolean, bigint[]) is
+comment on function pgqueue._lock_candidates_slowly is
 'The part of _lock_candidates that handles all queues and states. found_ids are the messages that the fast path has
 locked, too few; null if it has not looked.';
 
@@ -5771,7 +5763,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text) is
+comment on function pgqueue.claim is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
@@ -5835,7 +5827,7 @@ begin
     from gone g;
 end;
 $$;
-comment on function pgqueue.receive(pgqueue.queue_of_consumer, int) is
+comment on function pgqueue.receive is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
@@ -5887,7 +5879,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
+comment on function pgqueue.extend is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
@@ -5928,7 +5920,7 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue._extend_held(pgqueue.queues, bigint[], uuid, interval) is
+comment on function pgqueue._extend_held is
 'Extends the claims of messages and returns by id those whose claim is still valid: the claim with this token or, if
 claim_token is null, the claim that the caller has locked.';
 
@@ -5947,7 +5939,7 @@ begin
     return query select pgqueue._extend_held(q, ids, claim_token, visibility_timeout);
 end;
 $$;
-comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uuid, interval) is
+comment on function pgqueue.extend_batch is
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';
 
@@ -5968,7 +5960,7 @@ begin
     order by c.place;
 end;
 $$;
-comment on function pgqueue.extend_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval) is
+comment on function pgqueue.extend_claims is
 'Extends claims of different tokens as extend does: that of ids[1] with claim_tokens[1], and so on. Returns for each of
 them, in this order, whether it was extended; false if it was lost. Both arrays have the same length and no nulls.
 Raises 22023, PQ001.';
@@ -6006,7 +5998,7 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue.ack(pgqueue.queue_of_consumer, bigint, uuid) is
+comment on function pgqueue.ack is
 'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
 archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
 or removed. Raises 22023, PQ001.';
@@ -6049,7 +6041,7 @@ begin
     return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
-comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
+comment on function pgqueue.ack_batch is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';
 
@@ -6076,7 +6068,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.ack_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+comment on function pgqueue.ack_claims is
 'Acknowledges messages of different claims as ack does: ids[1] with claim_tokens[1], and so on. Returns for each of
 them, in this order, whether it was acknowledged; false if its claim was lost. Both arrays have the same length and no
 nulls. Waits for other transactions that have locked the messages, in the order of the ids. Raises 22023, PQ001.';
@@ -6190,7 +6182,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
-comment on function pgqueue.nack(pgqueue.queue_of_consumer, bigint, uuid, interval, text, jsonb) is
+comment on function pgqueue.nack is
 'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
 delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
 letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
@@ -6225,7 +6217,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.nack_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval, text, jsonb) is
+comment on function pgqueue.nack_claims is
 'Returns messages of different claims to the queue after a failure, as nack does: ids[1] with claim_tokens[1], and so
 on. Returns for each of them, in this order, true; false if its claim was lost. delay, error and headers apply to all;
 without a delay each message gets the backoff of its own attempt. Both arrays have the same length and no nulls. Raises
@@ -6249,7 +6241,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(pgqueue.queue_of_consumer, bigint, uuid, text, jsonb, text) is
+comment on function pgqueue.reject is
 'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
 message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
 attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
@@ -6303,7 +6295,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.record_failure(pgqueue.queue_of_consumer, bigint, int, interval, text, jsonb) is
+comment on function pgqueue.record_failure is
 'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
 returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
 attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
@@ -6345,7 +6337,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timestamptz) is
+comment on function pgqueue._release_held is
 'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
 token or, if claim_token is null, the claim that the caller has locked.';
 
@@ -6363,7 +6355,7 @@ begin
     return pgqueue._release_held(q, ids, claim_token, at);
 end;
 $$;
-comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
+comment on function pgqueue.release is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
 
@@ -6381,7 +6373,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.release_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+comment on function pgqueue.release_claims is
 'Returns unprocessed messages of different claims to the queue, as release does: ids[1] with claim_tokens[1], and so on.
 Returns for each of them, in this order, whether it was released; false if its claim was lost. Both arrays have the same
 length and no nulls. Raises 22023, PQ001.';
@@ -6455,7 +6447,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
-comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
+comment on function pgqueue.exchange is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages with
 lost = false, in the order of claim. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
@@ -6475,7 +6467,7 @@ begin
     return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
+comment on function pgqueue.sweep_queue is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
 this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
@@ -6618,7 +6610,7 @@ begin
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[], pgqueue.queue_of_admin) is
+comment on function pgqueue.redrive is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
@@ -6668,7 +6660,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
+comment on function pgqueue.purge_dead_messages is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
@@ -6779,7 +6771,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
+comment on function pgqueue.purge_expired is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
 dead letters if the queue has dead_letter_expired. Repeat the call until it returns 0: it ends when half of
 statement_timeout has passed, too. It reads the whole queue unless pgqueue.messages has an index on expires_at; doctor
@@ -6807,7 +6799,7 @@ create function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._is_locked(xid) is
+comment on function pgqueue._is_locked is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';
 
@@ -6833,7 +6825,7 @@ language sql stable as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
+comment on function pgqueue._sample_requeued_ids is
 'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
@@ -6932,7 +6924,7 @@ begin
     return least(total, max_records);
 end;
 $$;
-comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
+comment on function pgqueue.peek is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
 wait for others of their groups are counted. Locks and changes no message, waits for no consumer, and reads a bounded
@@ -6993,7 +6985,7 @@ begin
     limit browse.max_messages;
 end;
 $$;
-comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
+comment on function pgqueue.browse is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
 of the queue holds back. State inflight includes messages of a group that wait for their retry, if group_limit is 1.
@@ -7051,7 +7043,7 @@ begin
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
-comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reader, int, bigint) is
+comment on function pgqueue.browse_dead_messages is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
@@ -7178,7 +7170,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
+comment on function pgqueue._message_stats is
 'Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.';
 
 create function pgqueue._other_ids(
@@ -7288,7 +7280,7 @@ begin
     return result;
 end;
 $$;
-comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
+comment on function pgqueue._stats is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
@@ -7333,7 +7325,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._add_totals(pgqueue.queue_stats) is
+comment on function pgqueue._add_totals is
 'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create function pgqueue.stats(
@@ -7385,7 +7377,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
+comment on function pgqueue.stats is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
@@ -7408,7 +7400,7 @@ begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
+comment on function pgqueue.wake is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
@@ -7492,7 +7484,7 @@ begin
         due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
 end;
 $$;
-comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
+comment on function pgqueue.next_due_at is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. In a queue with group_limit it is also in the past while a message
 waits for others of its group, as in stats; prepare_wait returns when to look again. It is the present while a queue
@@ -7535,7 +7527,7 @@ begin
         due_at, pgqueue._now() + case when q.group_limit is null then interval '100 ms' else interval '1 s' end));
 end;
 $$;
-comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
+comment on function pgqueue.prepare_wait is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while
@@ -7595,7 +7587,7 @@ begin
         end)::pgqueue.finding;
 end;
 $$;
-comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
+comment on function pgqueue._ids_above_sequence is
 'With such ids the other findings would be wrong.';
 
 create function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
@@ -7702,7 +7694,7 @@ begin
     ) w;
 end;
 $$;
-comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
+comment on function pgqueue._examine_messages is
 'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
 lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
 until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
@@ -7871,7 +7863,7 @@ $$;
 create function pgqueue.version() returns text
 language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
 as $$ select '0.2.0-dev'::text $$;
-comment on function pgqueue.version() is
+comment on function pgqueue.version is
 'Returns the version of the installed functions.';
 
 create function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text)
@@ -7968,7 +7960,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._orphaned_messages() is
+comment on function pgqueue._orphaned_messages is
 'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create function pgqueue._server_findings() returns setof pgqueue.finding
@@ -8122,7 +8114,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.doctor(interval, pgqueue.caller) is
+comment on function pgqueue.doctor is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. An admin of some queues gets the findings about these. severity is error, warning or info. finding
 is one of: pinned_horizon, orphaned_messages, undelivered_messages (left by a dropped queue), compaction (whether it
@@ -8171,7 +8163,7 @@ language sql stable as $$
             and pg_catalog.obj_description(c.oid, 'pg_class') is null
     end
 $$;
-comment on function pgqueue._leftovers() is
+comment on function pgqueue._leftovers is
 'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
 relations of that queue are not listed.';
 
@@ -8191,7 +8183,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_leftovers() is
+comment on function pgqueue._drop_leftovers is
 'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding
@@ -8263,7 +8255,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.caller) is
+comment on function pgqueue.claim_any is
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
@@ -8343,18 +8335,19 @@ language sql stable as $$
     ) w
 $$;
 
-create function pgqueue._days() returns setof date
+create function pgqueue._days() returns table (day date, relation regclass)
 language sql stable as $$
-    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    select to_date(right(c.relname, 8), 'YYYYMMDD'), c.oid::regclass
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
 
-create function pgqueue._expired_days(at timestamptz) returns setof date
+create function pgqueue._expired_days(at timestamptz) returns table (day date, relation regclass)
 language sql stable as $$
-    -- As a subquery it is computed once, and not for each day, or each pair of days.
-    select d from pgqueue._days() d where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d
+    -- As a subquery the expiry is computed once, and not for each day, or each pair of days.
+    select d.* from pgqueue._days() d
+    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d.day
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
@@ -8423,18 +8416,19 @@ begin
 end;
 $$;
 
-create function pgqueue._is_day_empty(day date) returns boolean
-language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-
--- Does what maintain_archive does before it drops days, and a part of that at a commit. No two sessions do it at the
--- same time: maintain_archive has taken the lock, and a commit does not wait for it.
-create function pgqueue._maintain_days(at timestamptz, is_commit boolean default true)
+-- Does what maintain_archive does, and a part of that at a commit: until then, a truncated day would block every reader
+-- of the whole archive. No two sessions do it at the same time: maintain_archive has taken the lock, and a commit does
+-- not wait for it.
+create function pgqueue._at_housekeeping_archive(at timestamptz, is_commit boolean default true)
 returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare
     confirmed_at timestamptz;
     unfiled refcursor;
     places tid[];
+    expired record;
     day date;
+    emptied date[] := '{}'::date[];
+    dropped date[] := '{}'::date[];
 begin
     if is_commit then
         lock table only pgqueue.archived_messages in share update exclusive mode nowait;
@@ -8455,7 +8449,7 @@ begin
         from pgqueue.unfiled_messages f
         -- The array is computed once: any number of messages can wait for their day.
         where f.finished_at < (select pgqueue._archive_expiry(confirmed_at))
-            or pgqueue._utc_day(f.finished_at) = any (array(select d from pgqueue._days() d))
+            or pgqueue._utc_day(f.finished_at) = any (array(select d.day from pgqueue._days() d))
             and pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
     for n in 1..case when is_commit then 2 else 1000000 end loop
         places := (pgqueue._fetch_slice(unfiled)).places;
@@ -8476,60 +8470,39 @@ begin
     end if;
     perform pgqueue._require_current_snapshot('the archive');
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-    for day in
-        select d from pgqueue._expired_days(confirmed_at) d
-        where not (is_commit and pgqueue._is_day_empty(d)) limit case when is_commit then 1 end
+    for expired in
+        select d.* from pgqueue._expired_days(confirmed_at) d
+        where not (is_commit and pg_relation_size(d.relation) = 0) limit case when is_commit then 1 end
     loop
         begin
             -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not
             -- blocked. Do not wait for the lock: other sessions would queue behind a waiting request.
-            execute format(
-                'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
-                pgqueue._day_partition_name(day));
-            return next row(day, 'emptied')::pgqueue.archive_change;
+            execute format('lock table only %1$s in access exclusive mode nowait; truncate only %1$s', expired.relation);
+            emptied := emptied || expired.day;
         exception when lock_not_available then
-            return next row(day, 'busy')::pgqueue.archive_change;
+            return next row(expired.day, 'busy')::pgqueue.archive_change;
         end;
     end loop;
-end;
-$$;
-
--- Until the transaction commits, a truncated day blocks every reader of the whole archive.
-create function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    perform pgqueue._request_at_commit('_maintain_days', at);
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
-end;
-$$;
-
--- Returns the days that it has dropped: none if a longer transaction uses the archive.
-create function pgqueue._drop_days(days date[]) returns setof date
-language plpgsql volatile as $$
-declare
-    day date;
-begin
     -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
-    -- hold their locks only briefly.
-    for attempt in 1..case when days <> '{}' then 1000 else 0 end loop
+    -- hold their locks only briefly. If a longer transaction uses the archive, no day is dropped.
+    for attempt in 1..case when is_commit or emptied = '{}'::date[] then 0 else 1000 end loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
-            foreach day in array days loop
+            foreach day in array emptied loop
                 begin
                     execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
-                    return next day;
+                    dropped := dropped || day;
                 exception when dependent_objects_still_exist then
                     -- Another object, such as a view, depends on this day. Continue with the other days.
                     null;
                 end;
             end loop;
-            return;
+            exit;
         exception when lock_not_available then
             continue;
         end;
     end loop;
+    return query select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
 end;
 $$;
 
@@ -8538,21 +8511,14 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
-    changes pgqueue.archive_change[];
-    dropped date[];
 begin
-    begin
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        changes := array(select c from pgqueue._maintain_days(at, false) c);
-    exception when lock_not_available then
-        return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
-        return;
-    end;
-    dropped := array(select d from pgqueue._drop_days(array(select c.day from unnest(changes) c where c.change = 'emptied')) d);
-    return query select c.day, case when c.day = any (dropped) then 'dropped' else c.change end from unnest(changes) c;
+    lock table only pgqueue.archived_messages in share update exclusive mode;
+    return query select c.* from pgqueue._at_housekeeping_archive(at, false) c;
+exception when lock_not_available then
+    return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
 end;
 $$;
-comment on function pgqueue.maintain_archive() is
+comment on function pgqueue.maintain_archive is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
 eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days
 older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
@@ -8569,7 +8535,7 @@ language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
-    day date;
+    d record;
     is_doubled boolean;
 begin
     if q.name is not null then
@@ -8613,23 +8579,22 @@ begin
             case when o.is_empty then 'emptied, but not dropped' else 'not removed yet' end),
         repair
     from (
-        select count(*) as n, bool_and(pgqueue._is_day_empty(d)) as is_empty
-        from pgqueue._expired_days(at) d
-        where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) - 2
+        select count(*) as n, bool_and(pg_relation_size(e.relation) = 0) as is_empty
+        from pgqueue._expired_days(at - interval '2 days') e
     ) o
     where o.n > case when o.is_empty then 30 else 0 end;
 
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
-    for day in select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10 loop
+    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 order by y.day limit 10 loop
         -- By its name: a statement on the parent would lock the partitions of all days.
         execute format(
             'select exists ('
-            'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-            ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+            'select from (select a.queue_name, a.id, a.finished_at from %s a order by a.queue_name, a.id limit 100) c'
+            ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', d.relation)
         into is_doubled;
         continue when not is_doubled;
         return next row('warning', null, 'doubled_archive',
-            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', day),
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', d.day),
             'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
             ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
             ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
@@ -8661,42 +8626,58 @@ begin
     limit max_messages;
 end;
 $$;
-comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_admin_or_reader, int, bigint) is
+comment on function pgqueue.browse_archived_messages is
 'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
 
-create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
-language plpgsql stable as $$
+create function pgqueue._raise_stream(error text, s pgqueue.streams, seq bigint, lost bigint[] default null)
+returns void language plpgsql stable as $$
+declare
+    named constant bigint[] := coalesce(lost, s.ids);
+    ids constant text := array_to_string(named[:20], ', ')
+        || case when cardinality(named) > 20 then format(' and %s more', cardinality(named) - 20) else '' end;
 begin
-    raise exception using
-        errcode = 'PQ007',
-        message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
-            case
-                when seq < s.acked_seq then 'is older than the last acknowledged batch'
-                when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
-                when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
-                else 'is unknown'
-            end),
-        detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
-            case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
-        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
+    case error
+        when 'out_of_step' then raise exception using
+            errcode = 'PQ007',
+            message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
+                case
+                    when seq < s.acked_seq then 'is older than the last acknowledged batch'
+                    when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
+                    when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
+                    else 'is unknown'
+                end),
+            detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
+                case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
+            hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
+        when 'data_lost' then raise exception using
+            errcode = 'PQ008',
+            message = format('stream %L of queue %L has lost %s of %s of batch %s: %s', s.stream_name, s.queue_name,
+                cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), seq, ids),
+            detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+            hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
+        when 'poisoned' then raise exception using
+            errcode = 'PQ009',
+            message = format('stream %L of queue %L gives up batch %s after %s: %s %s', s.stream_name, s.queue_name, seq,
+                pgqueue._with_number(s.replays, 'replay'), case cardinality(s.ids) when 1 then 'message' else 'messages' end, ids),
+            hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+                s.queue_name, s.stream_name, seq);
+    end case;
 end;
 $$;
 
 create function pgqueue._next_epoch(epoch bigint) returns bigint
 language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch(bigint) is
+comment on function pgqueue._next_epoch is
 'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
 restored database, and an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
 language plpgsql stable as $$
 begin
-    if epoch is null then
-        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
-    end if;
+    perform pgqueue._require(epoch is not null, 'epoch', null, 'the epoch that stream_open returned');
     if epoch <> s.epoch then
         perform pgqueue._raise(
             'stream_fenced', s.stream_name, s.queue_name, epoch::text, s.epoch::text, s.opened_at::text, s.opened_by);
@@ -8737,16 +8718,12 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
 begin
-    if not pgqueue._is_name(stream_name) then
-        perform pgqueue._raise_invalid('stream_name', stream_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-    if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
-    end if;
-    if on_ack = 'archive' and q.archive_for is null then
-        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
-    end if;
+    perform pgqueue._require(pgqueue._is_name(stream_name), 'stream_name', stream_name,
+        '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    perform pgqueue._require(on_ack is null or on_ack in ('archive', 'delete'), 'on_ack', on_ack,
+        'archive or delete, or null for the default of the queue');
+    perform pgqueue._require(on_ack is distinct from 'archive' or q.archive_for is not null, 'on_ack', on_ack,
+        format('delete or null where queue %L has no archive_for', q.name));
     -- An alter_queue that gives the queue a limit ends before, or sees the stream.
     perform from pgqueue.queues where queues.name = q.name for share;
     insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
@@ -8761,7 +8738,7 @@ begin
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
+comment on function pgqueue.stream_open is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
@@ -8786,7 +8763,7 @@ begin
     order by t.queue_name, t.stream_name;
 end;
 $$;
-comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
+comment on function pgqueue.list_streams is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
 create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text) returns int
@@ -8803,7 +8780,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
+comment on function pgqueue.drop_stream is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
@@ -8811,9 +8788,6 @@ PQ005.';
 create function pgqueue._on_queue_changed_streams(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if after.name is null then
-        delete from pgqueue.streams t where t.queue_name = before.name;
-    end if;
     if before.name is null or after.name is null
         or before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
@@ -8845,49 +8819,14 @@ $$;
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
-create function pgqueue._format_ids(ids bigint[]) returns text
-language sql immutable parallel safe as $$
-    select array_to_string(ids[:20], ', ')
-        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
-$$;
-
-create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[]) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ008',
-        message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
-        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
-        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
-end;
-$$;
-
-create function pgqueue._raise_stream_poisoned(s pgqueue.streams) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ009',
-        message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._with_number(s.replays, 'replay'),
-            case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
-        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
-            s.queue_name, s.stream_name, s.acked_seq + 1);
-end;
-$$;
-
 create function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
 returns void language plpgsql stable as $$
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
-    end if;
-    if claim_token is null then
-        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
-    end if;
+    perform pgqueue._require(seq >= 1, 'seq', seq::text, 'the number of a batch, 1 or higher');
+    perform pgqueue._require(claim_token is not null, 'claim_token', null, 'the claim_token that stream_claim returned');
     if seq <> s.acked_seq + 1 or s.claim_token is distinct from _check_batch.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
+        perform pgqueue._raise_stream('out_of_step', s, seq);
     end if;
 end;
 $$;
@@ -8921,7 +8860,7 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
@@ -9039,29 +8978,21 @@ declare
     lost bigint[];
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq < 0 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
-    end if;
-    if max_messages is null or max_messages not between 1 and 100000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
-    end if;
-    if partitions is null or partitions not between 1 and 1000 then
-        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
-    end if;
+    perform pgqueue._require(after_seq >= 0, 'after_seq', after_seq::text,
+        'the number of the last finished batch, or 0 before the first');
+    perform pgqueue._require(max_messages between 1 and 100000, 'max_messages', max_messages::text, 'an integer from 1 to 100000');
+    perform pgqueue._require(partitions between 1 and 1000, 'partitions', partitions::text, 'an integer from 1 to 1000');
     perform pgqueue._check_visibility_timeout(visibility_timeout);
-    if max_bytes < 1 then
-        perform pgqueue._raise_invalid('max_bytes', max_bytes::text, 'an integer from 1, or null for no limit');
-    end if;
-    if q.priorities or coalesce(q.max_in_flight, q.rate_limit) is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
-    end if;
+    perform pgqueue._require(max_bytes is null or max_bytes >= 1, 'max_bytes', max_bytes::text,
+        'an integer from 1, or null for no limit');
+    perform pgqueue._require(not q.priorities and coalesce(q.max_in_flight, q.rate_limit) is null, 'queue_name', q.name,
+        'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
 
     if after_seq = s.acked_seq + 1 and after_token = s.claim_token then
         perform pgqueue._ack_open_batch(s);
         s := pgqueue._lock_stream(queue_name, stream_name);
     elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
-        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+        perform pgqueue._raise_stream('out_of_step', s, after_seq);
     elsif s.claim_token is not null then
         -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
         -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
@@ -9081,9 +9012,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue.stream_claim(
-    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint
-) is
+comment on function pgqueue.stream_claim is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
 stored durably, and returns the next batch: the open one, with the same messages, or a new one. Messages of the open
 batch that the stream has lost are left out and returned as lost; if none is left, the batch is empty. A new batch has
@@ -9109,23 +9038,22 @@ declare
     at constant timestamptz := pgqueue._now();
     lost bigint[];
 begin
-    if max_replays < 0 then
-        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
-    end if;
+    perform pgqueue._require(max_replays is null or max_replays >= 0, 'max_replays', max_replays::text,
+        'an integer from 0, or null for no limit');
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
-            perform pgqueue._raise_stream_data_lost(s, lost);
+            perform pgqueue._raise_stream('data_lost', s, seq, lost);
         end if;
     end if;
     -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
     -- count.
     if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
         if s.replays >= max_replays then
-            perform pgqueue._raise_stream_poisoned(s);
+            perform pgqueue._raise_stream('poisoned', s, seq);
         end if;
         s.replays := s.replays + 1;
     end if;
@@ -9134,7 +9062,7 @@ begin
     return pgqueue._public_batch(s, '{}');
 end;
 $$;
-comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_begin is
 'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
 partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
 out and other sessions claimed them, raise PQ008, which names them. A batch that was begun in max_replays + 1 epochs
@@ -9164,9 +9092,8 @@ begin
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     wanted := s.ids;
     if partition is not null then
-        if partition not between 0 and s.partitions - 1 then
-            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
-        end if;
+        perform pgqueue._require(partition between 0 and s.partitions - 1, 'partition', partition::text,
+            format('an integer from 0 to %s, or null for all', s.partitions - 1));
         n := cardinality(s.ids);
         wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
     end if;
@@ -9187,14 +9114,14 @@ begin
         -- The batch may have been acknowledged or skipped since.
         perform pgqueue._check_batch(t, stream_read.epoch, seq, stream_read.claim_token) from pgqueue.streams t
         where t.queue_name = q.name and t.stream_name = s.stream_name;
-        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+        perform pgqueue._raise_stream('data_lost', s, seq, pgqueue._array_except(wanted, array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
 end;
 $$;
-comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_read is
 'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
 the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
 and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
@@ -9222,7 +9149,7 @@ begin
     return next pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_extend(pgqueue.queue_of_consumer, text, bigint, interval) is
+comment on function pgqueue.stream_extend is
 'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
 now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
 Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
@@ -9245,7 +9172,7 @@ begin
     return pgqueue._ack_open_batch(s);
 end;
 $$;
-comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
+comment on function pgqueue.stream_ack is
 'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
 still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
 PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
@@ -9298,7 +9225,7 @@ begin
     return skipped;
 end;
 $$;
-comment on function pgqueue.stream_skip(pgqueue.queue_of_consumer_or_admin, text, bigint, bigint[], text, bigint) is
+comment on function pgqueue.stream_skip is
 'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
 letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
 the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
@@ -9324,7 +9251,7 @@ begin
     return token;
 end;
 $$;
-comment on function pgqueue.sink_stage(pgqueue.queue_of_producer, uuid, int, bigint) is
+comment on function pgqueue.sink_stage is
 'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
 same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
 messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
@@ -9623,7 +9550,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
+comment on function pgqueue.sink_commit is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
 exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. A
 message whose dedup_key is taken, by an earlier message or by an earlier one of the same commit, is not sent, as with
@@ -9641,7 +9568,7 @@ begin
     return pgqueue._discard_staged(run);
 end;
 $$;
-comment on function pgqueue.sink_abort(uuid) is
+comment on function pgqueue.sink_abort is
 'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there
 were. Raises 22023.';
 
@@ -9696,7 +9623,7 @@ begin
     return swept;
 end;
 $$;
-comment on function pgqueue.sweep_staged(interval, interval, pgqueue.caller) is
+comment on function pgqueue.sweep_staged is
 'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
 run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
 older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a
@@ -9804,7 +9731,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.subscribe(text, pgqueue.queue_of_consumer_or_admin) is
+comment on function pgqueue.subscribe is
 'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
 message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
 * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
@@ -9822,7 +9749,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.unsubscribe(text, pgqueue.queue_of_consumer_or_admin) is
+comment on function pgqueue.unsubscribe is
 'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
 that were published before stay in the queue. Raises 22023, PQ001.';
 
@@ -9843,7 +9770,7 @@ begin
     order by s.topic, s.queue_name;
 end;
 $$;
-comment on function pgqueue.list_subscriptions(pgqueue.queue_of_consumer_or_admin, pgqueue.caller) is
+comment on function pgqueue.list_subscriptions is
 'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
 once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
@@ -9963,26 +9890,15 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(
-    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, int, pgqueue.caller
-) is
+comment on function pgqueue.publish is
 'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
 transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same
 event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header
 pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
-
-create function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if after.name is null then
-        delete from pgqueue.subscriptions s where s.queue_name = before.name;
-    end if;
-end;
-$$;
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
--- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
+-- expression matches. Where the clock changes, the rules are those of Debian's cron: see _next_tick.
 
 create function pgqueue._refuse_cron(cron text, problem text) returns void
 language sql stable as $$
@@ -10051,56 +9967,19 @@ begin
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
 end;
 $$;
-comment on function pgqueue._parse_cron(text) is
+comment on function pgqueue._parse_cron is
 'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
 times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
 them begins with *; otherwise one match is enough. Raises 22023.';
-
-create function pgqueue._first_tick_of_day(
-    day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
-) returns timestamptz
-language plpgsql stable as $$
-declare
-    midnight constant timestamptz := day::timestamp at time zone time_zone;
-begin
-    if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
-    then
-        return (
-            select min(w.t)
-            from (select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m) w
-            where w.t > after
-        );
-    end if;
-    -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
-    -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
-    -- later time; other times tick whenever the wall clock shows them.
-    return min(c.t)
-    from (
-        select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
-        from (
-            select t, t at time zone time_zone as wall
-            from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
-        ) w
-    ) c
-    where c.t > after
-        and case
-            when is_fixed and c.wall <= c.latest then false
-            when is_fixed and c.wall > c.latest + interval '1 min' then exists (
-                select from unnest(hours) as h cross join unnest(minutes) as m
-                where day::timestamp + (h * 60 + m) * interval '1 min' > c.latest
-                    and day::timestamp + (h * 60 + m) * interval '1 min' <= c.wall
-            )
-            else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
-                and date_part('minute', c.wall)::int = any (minutes)
-        end;
-end;
-$$;
 
 create function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
     c constant record := pgqueue._parse_cron(cron);
+    -- The minutes of a day at which the fields of the time match.
+    times constant int[] := array(select h * 60 + m from unnest(c.hours) as h cross join unnest(c.minutes) as m);
     day date;
+    midnight timestamptz;
     tick timestamptz;
 begin
     -- The day before can have ticks after this moment, if its last hour is repeated. February 29 on a given weekday can
@@ -10114,13 +9993,41 @@ begin
                 else date_part('day', w.day)::int = any (c.days) or date_part('dow', w.day)::int = any (c.weekdays)
             end
     loop
-        tick := pgqueue._first_tick_of_day(day, c.minutes, c.hours, time_zone, c.is_fixed, after);
+        midnight := day::timestamp at time zone time_zone;
+        if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
+        then
+            select min(midnight + n * interval '1 min') into tick
+            from unnest(times) as n where midnight + n * interval '1 min' > after;
+        else
+            -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock.
+            -- latest is the latest time that the wall clock has shown before. A fixed time ticks when the wall clock
+            -- first shows it or a later time; other times tick whenever the wall clock shows them.
+            select min(m.t) into tick
+            from (
+                select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
+                from (
+                    select t, t at time zone time_zone as wall
+                    from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
+                ) w
+            ) m
+            where m.t > after
+                and case
+                    when c.is_fixed and m.wall <= m.latest then false
+                    when c.is_fixed and m.wall > m.latest + interval '1 min' then exists (
+                        select from unnest(times) as n
+                        where day::timestamp + n * interval '1 min' > m.latest
+                            and day::timestamp + n * interval '1 min' <= m.wall
+                    )
+                    else m.wall::date = day
+                        and date_part('hour', m.wall)::int * 60 + date_part('minute', m.wall)::int = any (times)
+                end;
+        end if;
         exit when tick is not null;
     end loop;
     return tick;
 end;
 $$;
-comment on function pgqueue._next_tick(text, text, timestamptz) is
+comment on function pgqueue._next_tick is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
@@ -10144,23 +10051,8 @@ begin
     return pgqueue._next_tick(cron, time_zone, early);
 end;
 $$;
-comment on function pgqueue._last_tick(text, text, timestamptz) is
+comment on function pgqueue._last_tick is
 'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
-
-create function pgqueue._canonical_time_zone(time_zone text) returns text
-language plpgsql stable as $$
-declare
-    canonical text;
-begin
-    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
-    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
-    select z.name into canonical from pg_timezone_names z
-    where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
-    perform pgqueue._require(canonical is not null, 'time_zone', time_zone,
-        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
-    return canonical;
-end;
-$$;
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
@@ -10242,7 +10134,7 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._add_next_tick_message() is
+comment on function pgqueue._add_next_tick_message is
 'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
@@ -10281,6 +10173,7 @@ create function pgqueue._check_schedule(s pgqueue.schedules) returns pgqueue.sch
 language plpgsql volatile as $$
 declare
     q pgqueue.queues;
+    zone text;
     at constant timestamptz := pgqueue._now();
 begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
@@ -10293,7 +10186,13 @@ begin
     ) as c (name, given, is_valid, expected)
     where c.is_valid is not true;
     q := pgqueue._get_locked_queue(s.queue_name);
-    s.time_zone := pgqueue._canonical_time_zone(s.time_zone);
+    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
+    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
+    select z.name into zone from pg_timezone_names z
+    where lower(z.name collate "C") = lower(s.time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
+    perform pgqueue._require(zone is not null, 'time_zone', s.time_zone,
+        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
+    s.time_zone := zone;
     if s.cron is null or char_length(s.cron) > 200 then
         perform pgqueue._refuse_cron(s.cron, 'it must have at most 200 characters');
     end if;
@@ -10340,9 +10239,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(
-    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int, text, boolean
-) is
+comment on function pgqueue.create_schedule is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges
@@ -10399,9 +10296,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(
-    text, text, jsonb, jsonb, text, boolean, boolean, int, text, pgqueue.caller
-) is
+comment on function pgqueue.alter_schedule is
 'Changes the settings that are given and leaves the others. The priority and the group are headers: new headers without
 pgqueue.priority or pgqueue.group remove them, unless priority or group_key is given, too. Returns the time of the next
 tick; null if the schedule is paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are,
@@ -10422,7 +10317,7 @@ exception when sqlstate 'PQ011' then
     return false;
 end;
 $$;
-comment on function pgqueue.drop_schedule(text, pgqueue.caller) is
+comment on function pgqueue.drop_schedule is
 'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
 no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
 claiming a tick.';
@@ -10443,7 +10338,7 @@ begin
     order by s.name;
 end;
 $$;
-comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
+comment on function pgqueue.list_schedules is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
@@ -10459,22 +10354,9 @@ begin
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;
 $$;
-comment on function pgqueue.run_schedule(text, pgqueue.caller) is
+comment on function pgqueue.run_schedule is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
-
-create function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-begin
-    -- Only here: the transaction would count as one that has written delayed messages, also if it deletes nothing.
-    if after.name is null then
-        with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
-        delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
-    end if;
-end;
-$$;
-comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
-'The messages of the next ticks of a queue that is dropped would become dead letters.';
 
 create function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -10536,7 +10418,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
+comment on function pgqueue._on_housekeeping_due_schedules is
 'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
@@ -10567,7 +10449,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
+comment on function pgqueue.cancel is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, if another
 transaction has locked it at this moment, or if it is gone. Does not wait for consumers. If a consumer claims the
 message at the same time, the message is either delivered or cancelled, never both. A message whose claim has ended is
@@ -10598,7 +10480,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
+comment on function pgqueue.cancel_by_key is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
 taken, if a consumer has claimed the message, if it is gone, or if no message has the key. A message has its key for
 dedup_window from when it was sent, also if it waits for longer. With dedup_window 0 it has the key while it lives.
@@ -10647,7 +10529,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.reschedule(pgqueue.queue_of_producer_or_admin, bigint, timestamptz) is
+comment on function pgqueue.reschedule is
 'Makes a message that waits for a delay or a retry due at another time, and returns true. due_at is up to 10 years
 ahead; null or a time that has passed is now. Waiting consumers are notified. Attempts, expiry, priority, and the place
 in a group stay. Returns false if the message is ready or in flight, if another transaction has locked it at this
@@ -10681,13 +10563,13 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._wire_headers(jsonb, uuid) is
+comment on function pgqueue._wire_headers is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
 from message_id if the headers lack it.';
 
 create function pgqueue._transport_id(id bigint) returns uuid
 language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id(bigint) is
+comment on function pgqueue._transport_id is
 'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create function pgqueue._insert_by_transport() returns trigger
@@ -10908,7 +10790,7 @@ begin
     return t.head;
 end;
 $$;
-comment on function pgqueue.advance_transport(pgqueue.queue_of_transport) is
+comment on function pgqueue.advance_transport is
 'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
 expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
@@ -10937,7 +10819,7 @@ language sql stable as $$
         case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
-comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+comment on function pgqueue._relation_query is
 'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
 transport deletes itself.';
 
@@ -11070,7 +10952,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
+comment on function pgqueue.expose_transport is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text; with flavor sqlserver (default postgresql) also correlationid,
@@ -11125,7 +11007,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
+comment on function pgqueue.unexpose_transport is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
@@ -11283,7 +11165,7 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
+comment on function pgqueue.expose_subscriptions is
 'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
 uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
 have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
@@ -11317,7 +11199,7 @@ begin
     return relation is not null;
 end;
 $$;
-comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
+comment on function pgqueue.unexpose_subscriptions is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 
@@ -11408,7 +11290,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.expose_contract(text, pgqueue.caller) is
+comment on function pgqueue.expose_contract is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
 whose SQL names that schema sends, claims, extends, gives back and acknowledges messages through them as on the tables.
@@ -11449,49 +11331,12 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is
+comment on function pgqueue.unexpose_contract is
 'Drops the views that expose_contract created and returns true; false if there are none. Drops the schema, too, if
 expose_contract created it and nothing else is in it. The tables and their messages stay. Raises 22023, 55P03 if a
 longer transaction uses a view, and 2BP01 if another object depends on one.';
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
-
-create function pgqueue._is_first_statement() returns boolean
-language sql volatile as $$
-    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
-    -- where a scheduled job calls drop_idle_queues.
-    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
-        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
-$$;
-comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
-ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
-each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
-to work in it.';
-
-create function pgqueue._is_idle(q pgqueue.queues, at timestamptz) returns boolean
-language plpgsql volatile as $$
-declare
-    swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
-begin
-    -- The register holds no usable time if no claim was ever made, if the last claim found all the messages it wanted,
-    -- or if the clock was wrong. Then the queue counts as used now. Setting the register makes this happen only once,
-    -- and the next sweep is still due at once.
-    if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
-        swept_at := at;
-        perform setval(q.next_sweep_at, pgqueue._to_micros(at));
-    end if;
-    -- A volatile function locks the tables first and takes the snapshot second. In an older snapshot, a table that was
-    -- compacted since is empty.
-    return not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
-        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
-        and pgqueue._add_interval(at, -q.expires_after_idle) >= greatest(
-            q.created_at, q.updated_at, swept_at,
-            least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
-            (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
-end;
-$$;
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -11502,6 +11347,7 @@ declare
     at constant timestamptz := pgqueue._now();
     dropped int := 0;
     q pgqueue.queues;
+    swept_at timestamptz;
 begin
     -- A snapshot that is older than the lock does not show messages that were sent in between.
     if pgqueue._has_fixed_snapshot() then
@@ -11524,8 +11370,25 @@ begin
             -- this queue.
             continue when not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name));
             select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-            -- alter_queue can have ended the expiry, which makes the answer null.
-            if not found or pgqueue._is_idle(q, at) is not true then
+            -- The register holds no usable time if no claim was ever made, if the last claim found all the messages it
+            -- wanted, or if the clock was wrong. Then the queue counts as used now. Setting the register makes this
+            -- happen only once, and the next sweep is still due at once.
+            swept_at := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
+            if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
+                swept_at := at;
+                perform setval(q.next_sweep_at, pgqueue._to_micros(at));
+            end if;
+            -- alter_queue can have ended the expiry, which makes this null. The statement locks the tables before it
+            -- takes its snapshot: in an older one, a table that was compacted since is empty.
+            if (
+                pgqueue._add_interval(at, -q.expires_after_idle) >= greatest(
+                    q.created_at, q.updated_at, swept_at,
+                    least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
+                    (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'))
+                and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
+                and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
+                and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
+            ) is not true then
                 -- Only an error releases the lock before the transaction ends, which may take long.
                 perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');
             end if;
@@ -11546,7 +11409,7 @@ begin
     return query select n from pgqueue._drop_idle_queues(100, true, caller) as n;
 end;
 $$;
-comment on function pgqueue.drop_idle_queues(pgqueue.caller) is
+comment on function pgqueue.drop_idle_queues is
 'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has
 expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during
 that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because
@@ -11558,7 +11421,14 @@ create function pgqueue._on_queue_changed_idle(before pgqueue.queues, after pgqu
 language plpgsql volatile as $$
 begin
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    if (before.name is null or after.dedicated and not before.dedicated) and pgqueue._is_first_statement() then
+    if (before.name is null or after.dedicated and not before.dedicated)
+        -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
+        -- where a scheduled job calls drop_idle_queues. The times are not compared for equality, as a driver sends a
+        -- statement as several messages, each with a time of its own. If the same query begins a transaction or calls
+        -- receive, the caller continues to work in it.
+        and statement_timestamp() - transaction_timestamp() < interval '5 ms'
+        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
+    then
         perform pgqueue._drop_idle_queues(10, after.dedicated);
     end if;
 end;
@@ -11606,12 +11476,10 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if id is null or message_id is null then
-        perform pgqueue._raise_invalid(case when id is null then 'id' else 'message_id' end, null, 'that of a message');
-    end if;
-    if expires_in is null or not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'that of a message');
+    perform pgqueue._require(message_id is not null, 'message_id', null, 'that of a message');
+    perform pgqueue._require(pgqueue._is_interval_between(expires_in, '0', '3652.5 days'),
+        'expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days)');
     perform pgqueue._check_content(q, coalesce(task, 'null'), null, null);
     insert into pgqueue.results (queue_name, id, message_id, task, enqueued_at, expires_at, expires_in)
     values (
@@ -11620,7 +11488,7 @@ begin
     return at;
 end;
 $$;
-comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uuid, jsonb, interval) is
+comment on function pgqueue.create_result is
 'Creates the result of a message, with the status ready, and returns its enqueued_at. Call it in the transaction of
 enqueue, with the id that it has returned. message_id, by which get_result finds it, is that of the message, or another
 UUID that no result has. task is for the program that reads the result, such as the name of a function and its
@@ -11683,7 +11551,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue.update_result(pgqueue.queue_of_consumer, bigint, text, jsonb, jsonb, text) is
+comment on function pgqueue.update_result is
 'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker; it
 changes nothing while the message is scheduled, and after the end of the result if the message is gone. ready ends an
 attempt that failed and is repeated. successful, with the value, and failed end the result. Call it in the transaction
@@ -11701,15 +11569,16 @@ begin
         and pgqueue._may_use(caller, r.queue_name, pgqueue._privileges_of('{producer,consumer,admin,reader}'));
 end;
 $$;
-comment on function pgqueue.get_result(uuid, pgqueue.caller) is
+comment on function pgqueue.get_result is
 'Returns the result of the message with this message_id; no row if there is none, if it has expired and was removed, or
 if the caller may not use the queue. The status failed has a reason if no consumer has set it: that of the dead letter,
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready again.';
 
 -- Deletes results that have expired. Those whose message is still there, or can be sent again, get a later time:
--- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged.
-create function pgqueue._remove_expired_results(at timestamptz) returns void
+-- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged. At the
+-- commit, as the transaction of a receive would keep consumers from writing the results that stay.
+create function pgqueue._at_housekeeping_results(at timestamptz) returns void
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$
 declare
@@ -11767,7 +11636,7 @@ begin
         where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before
             and (c.status = 'successful' or not (
                 exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = c.id offset 0)
-                -- As in _remove_expired_results.
+                -- As in _at_housekeeping_results.
                 or exists (
                     select from pgqueue.scheduled_messages s
                     where s.queue_name = q.name and s.id between c.id and c.id order by s.id offset 0)
@@ -11779,65 +11648,37 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
+comment on function pgqueue.purge_results is
 'Deletes up to 10,000 results of the queue that have ended at least min_age ago, and returns how many. Repeat the call
 until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
-
--- At the commit, as the transaction of a receive would keep consumers from writing the results that stay.
-create function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-begin
-    if exists (select from pgqueue.results r where r.expires_at <= at) then
-        perform pgqueue._request_at_commit('_remove_expired_results', at);
-    end if;
-exception when others then
-    -- A full disk must not fail a claim.
-    null;
-end;
-$$;
-
-create function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    -- Only here: the delete locks the table also if it finds nothing.
-    if after.name is null then
-        delete from pgqueue.results r where r.queue_name = before.name;
-    end if;
-end;
-$$;
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create function pgqueue._compactable_tables()
-returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
-    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
-    union all
-    select t::regclass, t::regtype, 4194304
-    from unnest(array[
-        'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
-        'pgqueue.staged_messages', 'pgqueue.sink_commits'
-    ]) as t
-    union all
-    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
-    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
-    union all
-    -- Rows of these tables are updated once a second.
-    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
-    union all
-    select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
+create function pgqueue._compactable_tables() returns table (relation regclass, least_bytes bigint)
+language sql stable as $$
+    select coalesce(i.inhrelid, t.oid)::regclass, w.least_bytes
+    from (values
+        ('messages', 16777216), ('scheduled_messages', 4194304), ('requeued_messages', 4194304),
+        ('dead_messages', 4194304), ('staged_attempts', 4194304), ('staged_messages', 4194304),
+        ('sink_commits', 4194304),
+        -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+        ('dedup_keys', 262144),
+        -- Rows of these tables are updated once a second.
+        ('sweep_state', 1048576), ('streams', 1048576), ('transports', 1048576)
+    ) as w (name, least_bytes)
+    join pg_catalog.pg_class t on t.relname = w.name and t.relnamespace = 'pgqueue'::regnamespace
+    left join pg_catalog.pg_inherits i on i.inhparent = t.oid
+    where i.inhrelid is not null or w.name not in ('messages', 'dedup_keys', 'transports')
 $$;
 
 create function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+returns table (relation regclass, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
-    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
+    select t.relation, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
     cross join lateral (
         select
@@ -11877,14 +11718,14 @@ language sql volatile as $$
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for(bigint, bigint) is
+comment on function pgqueue._is_pinned_for is
 'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create function pgqueue._tables_to_compact() returns table (relation regclass, row_type regtype)
+create function pgqueue._tables_to_compact() returns setof regclass
 language sql volatile as $$
-    select t.relation, t.row_type
+    select t.relation
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
     where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
@@ -11936,13 +11777,14 @@ language sql volatile as $$
     where c.oid = relation
 $$;
 
-create function pgqueue._column_list(relation regclass, pattern text, separator text) returns text
+create function pgqueue._row_bytes(relation regclass) returns text
 language sql stable as $$
-    select string_agg(format(pattern, a.attname), separator order by a.attnum)
+    select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
     from pg_catalog.pg_attribute a
-    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
 $$;
 
+-- kept is null, and has the type of an array of rows of the table.
 create function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
 language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
 set jit = off as $$
@@ -11954,26 +11796,21 @@ begin
     -- each dead row. The scan does not read values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
-        pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)
+        pgqueue._row_bytes(relation), relation)
     into places, bytes;
     if cardinality(places) > 10000 or bytes > 8388608 then
         return null;
     end if;
     if places is not null then
-        execute format('select array_agg(t::%s) from only %s t where t.ctid = any ($1)',
-            (select format_type(y.typelem, null) from pg_type y where y.oid = pg_typeof(kept)), relation)
-        into kept using places;
+        execute format('select array_agg(t) from only %s t where t.ctid = any ($1)', relation) into kept using places;
     end if;
     execute format('truncate only %s', relation);
-    execute format(
-        'insert into %s (%s) overriding system value select %2$s from unnest($1)',
-        relation, pgqueue._column_list(relation, '%I', ', '))
-    using kept;
+    execute format('insert into %s select k.* from unnest($1) k', relation) using kept;
     return coalesce(cardinality(places), 0);
 end;
 $$;
 
-create function pgqueue._compact_table(relation regclass, row_type regtype) returns pgqueue.compaction
+create function pgqueue._compact_table(relation regclass) returns pgqueue.compaction
 language plpgsql volatile as $$
 declare
     done pgqueue.compaction;
@@ -11993,7 +11830,7 @@ begin
             execute format('lock table only %s in access exclusive mode', relation);
             -- Each of the following statements has a snapshot that is younger than the lock.
             done.outcome := 'backlog';
-            execute format('select pgqueue._rewrite_table($1, null::%s[])', row_type) into done.rows_kept using relation;
+            execute format('select pgqueue._rewrite_table($1, null::%s[])', relation) into done.rows_kept using relation;
             if done.rows_kept is not null then
                 -- A dump may have begun meanwhile. Its snapshot can be older than the commit that follows.
                 perform pg_stat_clear_snapshot();
@@ -12029,16 +11866,13 @@ begin
     then
         perform pgqueue._request_at_commit('_compact_overgrown', at);
     end if;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
 end;
 $$;
 
 create function pgqueue._compact_overgrown(at timestamptz) returns void
 language plpgsql volatile set lock_timeout = '20 ms' as $$
 declare
-    candidate record;
+    candidate regclass;
     done pgqueue.compaction;
     next_at timestamptz := at + interval '1 s';
 begin
@@ -12054,8 +11888,8 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in select t.relation, t.row_type from pgqueue._tables_to_compact() t loop
-        done := pgqueue._compact_table(candidate.relation, candidate.row_type);
+    for candidate in select t from pgqueue._tables_to_compact() t loop
+        done := pgqueue._compact_table(candidate);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
         -- While this session waits for the lock of a table, other sessions wait behind it. Other sessions wait up to
@@ -12074,19 +11908,19 @@ $$;
 create function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
-    candidate record;
+    candidate regclass;
 begin
     if pgqueue._has_fixed_snapshot() then
         perform pgqueue._raise('not_read_committed', verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in
-        select t.relation, t.row_type from pgqueue._compactable_tables() t
+        select t.relation from pgqueue._compactable_tables() t
         where t.relation = any (coalesce(relations, array[t.relation]))
             and pg_total_relation_size(t.relation) >= 1048576
         order by t.relation::text
     loop
-        return next pgqueue._compact_table(candidate.relation, candidate.row_type);
+        return next pgqueue._compact_table(candidate);
     end loop;
 end;
 $$;
@@ -12103,7 +11937,7 @@ begin
         array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
 end;
 $$;
-comment on function pgqueue.compact_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.compact_queue is
 'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
 truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
 busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
@@ -12124,7 +11958,7 @@ begin
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
 end;
 $$;
-comment on function pgqueue.compact_queues(pgqueue.caller) is
+comment on function pgqueue.compact_queues is
 'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
 1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and
@@ -12209,12 +12043,12 @@ $$;
 -- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role.
 
-create function pgqueue._access_matrix() returns table (verb text, allowed_to text[])
-language sql immutable as $$
-    select v.verb, m.allowed_to
+create function pgqueue._access_privileges()
+returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
+    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
     from (values
         ('{producer}'::text[], '{
-            enqueue, enqueue_batch, sink_stage, sink_commit, sink_abort, publish, create_result}'::text[]),
+            enqueue, enqueue_batch, sink_stage, sink_commit, sink_abort, publish, create_result}'::name[]),
         ('{consumer}', '{
             claim, claim_any, ack, ack_batch, ack_claims, exchange, nack, nack_claims, reject, record_failure, release,
             release_claims, extend, extend_batch, extend_claims, receive, prepare_wait, update_result, stream_open,
@@ -12232,24 +12066,12 @@ language sql immutable as $$
         ('{producer,consumer,admin,reader}', '{get_result}'),
         ('{producer,admin,raw}', '{wake}'),
         ('{producer,consumer,admin,raw}', '{channel}'),
-        ('{producer,consumer,admin,raw,reader}', '{get_queue, list_queues, peek, stats, next_due_at, version}')
-    ) as m (allowed_to, verbs)
-    cross join unnest(m.verbs) as v (verb)
-$$;
-
-create function pgqueue._access_privileges()
-returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
-    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
-    from (
-        select m.verb, m.allowed_to from pgqueue._access_matrix() m
-        union all
+        ('{producer,consumer,admin,raw,reader}', '{get_queue, list_queues, peek, stats, next_due_at, version}'),
         -- The checks of the domains call these.
-        select c, '{producer,consumer,admin,reader,raw,transport}'
-        from unnest(array[
-            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise'
-        ]) as c
-    ) f (name, accesses)
-    join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
+        ('{producer,consumer,admin,raw,reader,transport}',
+            '{_may_or_raise, _may_use, _is_name, _access_view, _privileges_of, _raise}')
+    ) as f (accesses, names)
+    join pg_catalog.pg_proc p on p.proname = any (f.names) and p.pronamespace = 'pgqueue'::regnamespace
     union all
     select t.object, t.privileges, t.accesses, t.for_all
     from (values
@@ -12357,7 +12179,7 @@ begin
     execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]), access_view, role_name);
 end;
 $$;
-comment on function pgqueue.grant_access(name, text, text) is
+comment on function pgqueue.grant_access is
 'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
@@ -12390,11 +12212,23 @@ begin
 end;
 $$;
 
+-- A queue that is dropped leaves nothing of the rooms but what it has archived. Only then: each delete locks its table
+-- also if it finds nothing, and one from scheduled_messages makes the transaction count as one that has written to it.
 create function pgqueue._on_queue_changed_grants(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
-    dropped constant regclass := case when after.name is null then pgqueue._find_access_view(before.name) end;
+    dropped regclass;
 begin
+    if after.name is not null then
+        return;
+    end if;
+    -- The messages of the next ticks would become dead letters.
+    with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
+    delete from pgqueue.streams t where t.queue_name = before.name;
+    delete from pgqueue.subscriptions s where s.queue_name = before.name;
+    delete from pgqueue.results r where r.queue_name = before.name;
+    dropped := pgqueue._find_access_view(before.name);
     if dropped is null then
         return;
     end if;
@@ -12425,7 +12259,7 @@ begin
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
 end;
 $$;
-comment on function pgqueue.revoke_access(name, text, text) is
+comment on function pgqueue.revoke_access is
 'Revokes what grant_access granted with the same queue_name: without queue_name the access to all queues, with it that
 to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
 what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
@@ -12440,7 +12274,7 @@ begin
     order by g.role_name, g.access, g.queue_name nulls first;
 end;
 $$;
-comment on function pgqueue.list_access() is
+comment on function pgqueue.list_access is
 'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
 for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
 after a restore without rows is not listed. Only the owner of the extension may call this.';

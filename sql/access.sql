@@ -60,7 +60,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._may_or_raise(text, text, boolean) is
+comment on function pgqueue._may_or_raise is
 'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
 if the queue would be created, 42501.';
 

@@ -32,7 +32,7 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue.ack(pgqueue.queue_of_consumer, bigint, uuid) is
+comment on function pgqueue.ack is
 'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
 archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
 or removed. Raises 22023, PQ001.';
@@ -75,7 +75,7 @@ begin
     return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
-comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
+comment on function pgqueue.ack_batch is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';
 
@@ -102,7 +102,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.ack_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+comment on function pgqueue.ack_claims is
 'Acknowledges messages of different claims as ack does: ids[1] with claim_tokens[1], and so on. Returns for each of
 them, in this order, whether it was acknowledged; false if its claim was lost. Both arrays have the same length and no
 nulls. Waits for other transactions that have locked the messages, in the order of the ids. Raises 22023, PQ001.';

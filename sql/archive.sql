@@ -13,18 +13,19 @@ language sql stable as $$
     ) w
 $$;
 
-create or replace function pgqueue._days() returns setof date
+create or replace function pgqueue._days() returns table (day date, relation regclass)
 language sql stable as $$
-    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    select to_date(right(c.relname, 8), 'YYYYMMDD'), c.oid::regclass
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
 $$;
 
-create or replace function pgqueue._expired_days(at timestamptz) returns setof date
+create or replace function pgqueue._expired_days(at timestamptz) returns table (day date, relation regclass)
 language sql stable as $$
-    -- As a subquery it is computed once, and not for each day, or each pair of days.
-    select d from pgqueue._days() d where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d
+    -- As a subquery the expiry is computed once, and not for each day, or each pair of days.
+    select d.* from pgqueue._days() d
+    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d.day
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
@@ -93,18 +94,19 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._is_day_empty(day date) returns boolean
-language sql volatile as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-
--- Does what maintain_archive does before it drops days, and a part of that at a commit. No two sessions do it at the
--- same time: maintain_archive has taken the lock, and a commit does not wait for it.
-create or replace function pgqueue._maintain_days(at timestamptz, is_commit boolean default true)
+-- Does what maintain_archive does, and a part of that at a commit: until then, a truncated day would block every reader
+-- of the whole archive. No two sessions do it at the same time: maintain_archive has taken the lock, and a commit does
+-- not wait for it.
+create or replace function pgqueue._at_housekeeping_archive(at timestamptz, is_commit boolean default true)
 returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare
     confirmed_at timestamptz;
     unfiled refcursor;
     places tid[];
+    expired record;
     day date;
+    emptied date[] := '{}'::date[];
+    dropped date[] := '{}'::date[];
 begin
     if is_commit then
         lock table only pgqueue.archived_messages in share update exclusive mode nowait;
@@ -125,7 +127,7 @@ begin
         from pgqueue.unfiled_messages f
         -- The array is computed once: any number of messages can wait for their day.
         where f.finished_at < (select pgqueue._archive_expiry(confirmed_at))
-            or pgqueue._utc_day(f.finished_at) = any (array(select d from pgqueue._days() d))
+            or pgqueue._utc_day(f.finished_at) = any (array(select d.day from pgqueue._days() d))
             and pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at));
     for n in 1..case when is_commit then 2 else 1000000 end loop
         places := (pgqueue._fetch_slice(unfiled)).places;
@@ -146,60 +148,39 @@ begin
     end if;
     perform pgqueue._require_current_snapshot('the archive');
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-    for day in
-        select d from pgqueue._expired_days(confirmed_at) d
-        where not (is_commit and pgqueue._is_day_empty(d)) limit case when is_commit then 1 end
+    for expired in
+        select d.* from pgqueue._expired_days(confirmed_at) d
+        where not (is_commit and pg_relation_size(d.relation) = 0) limit case when is_commit then 1 end
     loop
         begin
             -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not
             -- blocked. Do not wait for the lock: other sessions would queue behind a waiting request.
-            execute format(
-                'lock table only pgqueue.%1$I in access exclusive mode nowait; truncate only pgqueue.%1$I',
-                pgqueue._day_partition_name(day));
-            return next row(day, 'emptied')::pgqueue.archive_change;
+            execute format('lock table only %1$s in access exclusive mode nowait; truncate only %1$s', expired.relation);
+            emptied := emptied || expired.day;
         exception when lock_not_available then
-            return next row(day, 'busy')::pgqueue.archive_change;
+            return next row(expired.day, 'busy')::pgqueue.archive_change;
         end;
     end loop;
-end;
-$$;
-
--- Until the transaction commits, a truncated day blocks every reader of the whole archive.
-create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    perform pgqueue._request_at_commit('_maintain_days', at);
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
-end;
-$$;
-
--- Returns the days that it has dropped: none if a longer transaction uses the archive.
-create or replace function pgqueue._drop_days(days date[]) returns setof date
-language plpgsql volatile as $$
-declare
-    day date;
-begin
     -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
-    -- hold their locks only briefly.
-    for attempt in 1..case when days <> '{}' then 1000 else 0 end loop
+    -- hold their locks only briefly. If a longer transaction uses the archive, no day is dropped.
+    for attempt in 1..case when is_commit or emptied = '{}'::date[] then 0 else 1000 end loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
-            foreach day in array days loop
+            foreach day in array emptied loop
                 begin
                     execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
-                    return next day;
+                    dropped := dropped || day;
                 exception when dependent_objects_still_exist then
                     -- Another object, such as a view, depends on this day. Continue with the other days.
                     null;
                 end;
             end loop;
-            return;
+            exit;
         exception when lock_not_available then
             continue;
         end;
     end loop;
+    return query select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
 end;
 $$;
 
@@ -208,21 +189,14 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
-    changes pgqueue.archive_change[];
-    dropped date[];
 begin
-    begin
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        changes := array(select c from pgqueue._maintain_days(at, false) c);
-    exception when lock_not_available then
-        return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
-        return;
-    end;
-    dropped := array(select d from pgqueue._drop_days(array(select c.day from unnest(changes) c where c.change = 'emptied')) d);
-    return query select c.day, case when c.day = any (dropped) then 'dropped' else c.change end from unnest(changes) c;
+    lock table only pgqueue.archived_messages in share update exclusive mode;
+    return query select c.* from pgqueue._at_housekeeping_archive(at, false) c;
+exception when lock_not_available then
+    return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
 end;
 $$;
-comment on function pgqueue.maintain_archive() is
+comment on function pgqueue.maintain_archive is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
 eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days
 older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
@@ -239,7 +213,7 @@ language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
-    day date;
+    d record;
     is_doubled boolean;
 begin
     if q.name is not null then
@@ -283,23 +257,22 @@ begin
             case when o.is_empty then 'emptied, but not dropped' else 'not removed yet' end),
         repair
     from (
-        select count(*) as n, bool_and(pgqueue._is_day_empty(d)) as is_empty
-        from pgqueue._expired_days(at) d
-        where d < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) - 2
+        select count(*) as n, bool_and(pg_relation_size(e.relation) = 0) as is_empty
+        from pgqueue._expired_days(at - interval '2 days') e
     ) o
     where o.n > case when o.is_empty then 30 else 0 end;
 
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
-    for day in select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10 loop
+    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 order by y.day limit 10 loop
         -- By its name: a statement on the parent would lock the partitions of all days.
         execute format(
             'select exists ('
-            'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
-            ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+            'select from (select a.queue_name, a.id, a.finished_at from %s a order by a.queue_name, a.id limit 100) c'
+            ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', d.relation)
         into is_doubled;
         continue when not is_doubled;
         return next row('warning', null, 'doubled_archive',
-            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', day),
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', d.day),
             'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
             ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
             ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
@@ -331,6 +304,6 @@ begin
     limit max_messages;
 end;
 $$;
-comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_admin_or_reader, int, bigint) is
+comment on function pgqueue.browse_archived_messages is
 'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';

@@ -1,49 +1,14 @@
 -- The batches of streams. A stream reserves messages under a batch number and a token, which the reader stores in its
 -- checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch.
 
-create or replace function pgqueue._format_ids(ids bigint[]) returns text
-language sql immutable parallel safe as $$
-    select array_to_string(ids[:20], ', ')
-        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
-$$;
-
-create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[]) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ008',
-        message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
-        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
-        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
-end;
-$$;
-
-create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams) returns void
-language plpgsql stable as $$
-begin
-    raise exception using
-        errcode = 'PQ009',
-        message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._with_number(s.replays, 'replay'),
-            case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
-        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
-            s.queue_name, s.stream_name, s.acked_seq + 1);
-end;
-$$;
-
 create or replace function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
 returns void language plpgsql stable as $$
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
-    end if;
-    if claim_token is null then
-        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
-    end if;
+    perform pgqueue._require(seq >= 1, 'seq', seq::text, 'the number of a batch, 1 or higher');
+    perform pgqueue._require(claim_token is not null, 'claim_token', null, 'the claim_token that stream_claim returned');
     if seq <> s.acked_seq + 1 or s.claim_token is distinct from _check_batch.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
+        perform pgqueue._raise_stream('out_of_step', s, seq);
     end if;
 end;
 $$;
@@ -77,7 +42,7 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
@@ -195,29 +160,21 @@ declare
     lost bigint[];
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq < 0 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
-    end if;
-    if max_messages is null or max_messages not between 1 and 100000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
-    end if;
-    if partitions is null or partitions not between 1 and 1000 then
-        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
-    end if;
+    perform pgqueue._require(after_seq >= 0, 'after_seq', after_seq::text,
+        'the number of the last finished batch, or 0 before the first');
+    perform pgqueue._require(max_messages between 1 and 100000, 'max_messages', max_messages::text, 'an integer from 1 to 100000');
+    perform pgqueue._require(partitions between 1 and 1000, 'partitions', partitions::text, 'an integer from 1 to 1000');
     perform pgqueue._check_visibility_timeout(visibility_timeout);
-    if max_bytes < 1 then
-        perform pgqueue._raise_invalid('max_bytes', max_bytes::text, 'an integer from 1, or null for no limit');
-    end if;
-    if q.priorities or coalesce(q.max_in_flight, q.rate_limit) is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
-    end if;
+    perform pgqueue._require(max_bytes is null or max_bytes >= 1, 'max_bytes', max_bytes::text,
+        'an integer from 1, or null for no limit');
+    perform pgqueue._require(not q.priorities and coalesce(q.max_in_flight, q.rate_limit) is null, 'queue_name', q.name,
+        'a queue without priorities, max_in_flight and rate_limit: a batch has all ready messages by id, up to max_messages');
 
     if after_seq = s.acked_seq + 1 and after_token = s.claim_token then
         perform pgqueue._ack_open_batch(s);
         s := pgqueue._lock_stream(queue_name, stream_name);
     elsif after_seq <> s.acked_seq or after_token is distinct from s.acked_token then
-        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+        perform pgqueue._raise_stream('out_of_step', s, after_seq);
     elsif s.claim_token is not null then
         -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
         -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
@@ -237,9 +194,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue.stream_claim(
-    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint
-) is
+comment on function pgqueue.stream_claim is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
 stored durably, and returns the next batch: the open one, with the same messages, or a new one. Messages of the open
 batch that the stream has lost are left out and returned as lost; if none is left, the batch is empty. A new batch has
@@ -265,23 +220,22 @@ declare
     at constant timestamptz := pgqueue._now();
     lost bigint[];
 begin
-    if max_replays < 0 then
-        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
-    end if;
+    perform pgqueue._require(max_replays is null or max_replays >= 0, 'max_replays', max_replays::text,
+        'an integer from 0, or null for no limit');
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
-            perform pgqueue._raise_stream_data_lost(s, lost);
+            perform pgqueue._raise_stream('data_lost', s, seq, lost);
         end if;
     end if;
     -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
     -- count.
     if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
         if s.replays >= max_replays then
-            perform pgqueue._raise_stream_poisoned(s);
+            perform pgqueue._raise_stream('poisoned', s, seq);
         end if;
         s.replays := s.replays + 1;
     end if;
@@ -290,7 +244,7 @@ begin
     return pgqueue._public_batch(s, '{}');
 end;
 $$;
-comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_begin is
 'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
 partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
 out and other sessions claimed them, raise PQ008, which names them. A batch that was begun in max_replays + 1 epochs
@@ -320,9 +274,8 @@ begin
     perform pgqueue._check_batch(s, epoch, seq, claim_token);
     wanted := s.ids;
     if partition is not null then
-        if partition not between 0 and s.partitions - 1 then
-            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
-        end if;
+        perform pgqueue._require(partition between 0 and s.partitions - 1, 'partition', partition::text,
+            format('an integer from 0 to %s, or null for all', s.partitions - 1));
         n := cardinality(s.ids);
         wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
     end if;
@@ -343,14 +296,14 @@ begin
         -- The batch may have been acknowledged or skipped since.
         perform pgqueue._check_batch(t, stream_read.epoch, seq, stream_read.claim_token) from pgqueue.streams t
         where t.queue_name = q.name and t.stream_name = s.stream_name;
-        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+        perform pgqueue._raise_stream('data_lost', s, seq, pgqueue._array_except(wanted, array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
 end;
 $$;
-comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_read is
 'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
 the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
 and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
@@ -378,7 +331,7 @@ begin
     return next pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_extend(pgqueue.queue_of_consumer, text, bigint, interval) is
+comment on function pgqueue.stream_extend is
 'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
 now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
 Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
@@ -401,7 +354,7 @@ begin
     return pgqueue._ack_open_batch(s);
 end;
 $$;
-comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
+comment on function pgqueue.stream_ack is
 'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
 still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
 PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
@@ -454,7 +407,7 @@ begin
     return skipped;
 end;
 $$;
-comment on function pgqueue.stream_skip(pgqueue.queue_of_consumer_or_admin, text, bigint, bigint[], text, bigint) is
+comment on function pgqueue.stream_skip is
 'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
 letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
 the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts

@@ -52,7 +52,7 @@ begin
     limit browse.max_messages;
 end;
 $$;
-comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
+comment on function pgqueue.browse is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
 of the queue holds back. State inflight includes messages of a group that wait for their retry, if group_limit is 1.
@@ -110,7 +110,7 @@ begin
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
-comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reader, int, bigint) is
+comment on function pgqueue.browse_dead_messages is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,

@@ -27,7 +27,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
+comment on function pgqueue.cancel is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, if another
 transaction has locked it at this moment, or if it is gone. Does not wait for consumers. If a consumer claims the
 message at the same time, the message is either delivered or cancelled, never both. A message whose claim has ended is
@@ -58,7 +58,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
+comment on function pgqueue.cancel_by_key is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
 taken, if a consumer has claimed the message, if it is gone, or if no message has the key. A message has its key for
 dedup_window from when it was sent, also if it waits for longer. With dedup_window 0 it has the key while it lives.
@@ -107,7 +107,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.reschedule(pgqueue.queue_of_producer_or_admin, bigint, timestamptz) is
+comment on function pgqueue.reschedule is
 'Makes a message that waits for a delay or a retry due at another time, and returns true. due_at is up to 10 years
 ahead; null or a time that has passed is now. Waiting consumers are notified. Attempts, expiry, priority, and the place
 in a group stay. Returns false if the message is ready or in flight, if another transaction has locked it at this

@@ -197,7 +197,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._are_only_visible(text, bigint[], bigint, regclass) is
+comment on function pgqueue._are_only_visible is
 'Whether the messages that a claim has found are the only ones that a sweep could find: it counts the visible messages
 at all ids that are not vacant. Then moves fresh_from_id beyond all messages. False if there are more than 500 others,
 rows of requeued_messages, or due messages. For a queue of messages_shared.';
@@ -241,7 +241,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._lock_candidates_slowly(text, int, interval, boolean, bigint[]) is
+comment on function pgqueue._lock_candidates_slowly is
 'The part of _lock_candidates that handles all queues and states. found_ids are the messages that the fast path has
 locked, too few; null if it has not looked.';
 
@@ -395,7 +395,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text) is
+comment on function pgqueue.claim is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have

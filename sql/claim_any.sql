@@ -43,7 +43,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.caller) is
+comment on function pgqueue.claim_any is
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are

@@ -3,33 +3,28 @@
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
 -- Its transaction carries it out as the last step before its commit.
 
-create or replace function pgqueue._compactable_tables()
-returns table (relation regclass, row_type regtype, least_bytes bigint) language sql stable as $$
-    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
-    union all
-    select t::regclass, t::regtype, 4194304
-    from unnest(array[
-        'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
-        'pgqueue.staged_messages', 'pgqueue.sink_commits'
-    ]) as t
-    union all
-    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
-    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
-    union all
-    -- Rows of these tables are updated once a second.
-    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
-    union all
-    select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
-    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
+create or replace function pgqueue._compactable_tables() returns table (relation regclass, least_bytes bigint)
+language sql stable as $$
+    select coalesce(i.inhrelid, t.oid)::regclass, w.least_bytes
+    from (values
+        ('messages', 16777216), ('scheduled_messages', 4194304), ('requeued_messages', 4194304),
+        ('dead_messages', 4194304), ('staged_attempts', 4194304), ('staged_messages', 4194304),
+        ('sink_commits', 4194304),
+        -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+        ('dedup_keys', 262144),
+        -- Rows of these tables are updated once a second.
+        ('sweep_state', 1048576), ('streams', 1048576), ('transports', 1048576)
+    ) as w (name, least_bytes)
+    join pg_catalog.pg_class t on t.relname = w.name and t.relnamespace = 'pgqueue'::regnamespace
+    left join pg_catalog.pg_inherits i on i.inhparent = t.oid
+    where i.inhrelid is not null or w.name not in ('messages', 'dedup_keys', 'transports')
 $$;
 
 create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+returns table (relation regclass, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
-    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
+    select t.relation, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
     cross join lateral (
         select
@@ -69,14 +64,14 @@ language sql volatile as $$
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for(bigint, bigint) is
+comment on function pgqueue._is_pinned_for is
 'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create or replace function pgqueue._tables_to_compact() returns table (relation regclass, row_type regtype)
+create or replace function pgqueue._tables_to_compact() returns setof regclass
 language sql volatile as $$
-    select t.relation, t.row_type
+    select t.relation
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
     where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
@@ -128,13 +123,14 @@ language sql volatile as $$
     where c.oid = relation
 $$;
 
-create or replace function pgqueue._column_list(relation regclass, pattern text, separator text) returns text
+create or replace function pgqueue._row_bytes(relation regclass) returns text
 language sql stable as $$
-    select string_agg(format(pattern, a.attname), separator order by a.attnum)
+    select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
     from pg_catalog.pg_attribute a
-    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
 $$;
 
+-- kept is null, and has the type of an array of rows of the table.
 create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
 language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
 set jit = off as $$
@@ -146,26 +142,21 @@ begin
     -- each dead row. The scan does not read values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
-        pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)
+        pgqueue._row_bytes(relation), relation)
     into places, bytes;
     if cardinality(places) > 10000 or bytes > 8388608 then
         return null;
     end if;
     if places is not null then
-        execute format('select array_agg(t::%s) from only %s t where t.ctid = any ($1)',
-            (select format_type(y.typelem, null) from pg_type y where y.oid = pg_typeof(kept)), relation)
-        into kept using places;
+        execute format('select array_agg(t) from only %s t where t.ctid = any ($1)', relation) into kept using places;
     end if;
     execute format('truncate only %s', relation);
-    execute format(
-        'insert into %s (%s) overriding system value select %2$s from unnest($1)',
-        relation, pgqueue._column_list(relation, '%I', ', '))
-    using kept;
+    execute format('insert into %s select k.* from unnest($1) k', relation) using kept;
     return coalesce(cardinality(places), 0);
 end;
 $$;
 
-create or replace function pgqueue._compact_table(relation regclass, row_type regtype) returns pgqueue.compaction
+create or replace function pgqueue._compact_table(relation regclass) returns pgqueue.compaction
 language plpgsql volatile as $$
 declare
     done pgqueue.compaction;
@@ -185,7 +176,7 @@ begin
             execute format('lock table only %s in access exclusive mode', relation);
             -- Each of the following statements has a snapshot that is younger than the lock.
             done.outcome := 'backlog';
-            execute format('select pgqueue._rewrite_table($1, null::%s[])', row_type) into done.rows_kept using relation;
+            execute format('select pgqueue._rewrite_table($1, null::%s[])', relation) into done.rows_kept using relation;
             if done.rows_kept is not null then
                 -- A dump may have begun meanwhile. Its snapshot can be older than the commit that follows.
                 perform pg_stat_clear_snapshot();
@@ -221,16 +212,13 @@ begin
     then
         perform pgqueue._request_at_commit('_compact_overgrown', at);
     end if;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
 end;
 $$;
 
 create or replace function pgqueue._compact_overgrown(at timestamptz) returns void
 language plpgsql volatile set lock_timeout = '20 ms' as $$
 declare
-    candidate record;
+    candidate regclass;
     done pgqueue.compaction;
     next_at timestamptz := at + interval '1 s';
 begin
@@ -246,8 +234,8 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in select t.relation, t.row_type from pgqueue._tables_to_compact() t loop
-        done := pgqueue._compact_table(candidate.relation, candidate.row_type);
+    for candidate in select t from pgqueue._tables_to_compact() t loop
+        done := pgqueue._compact_table(candidate);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
         -- While this session waits for the lock of a table, other sessions wait behind it. Other sessions wait up to
@@ -266,19 +254,19 @@ $$;
 create or replace function pgqueue._compact_tables(verb text, relations regclass[]) returns setof pgqueue.compaction
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
-    candidate record;
+    candidate regclass;
 begin
     if pgqueue._has_fixed_snapshot() then
         perform pgqueue._raise('not_read_committed', verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in
-        select t.relation, t.row_type from pgqueue._compactable_tables() t
+        select t.relation from pgqueue._compactable_tables() t
         where t.relation = any (coalesce(relations, array[t.relation]))
             and pg_total_relation_size(t.relation) >= 1048576
         order by t.relation::text
     loop
-        return next pgqueue._compact_table(candidate.relation, candidate.row_type);
+        return next pgqueue._compact_table(candidate);
     end loop;
 end;
 $$;
@@ -295,7 +283,7 @@ begin
         array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
 end;
 $$;
-comment on function pgqueue.compact_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.compact_queue is
 'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
 truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
 busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
@@ -316,7 +304,7 @@ begin
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
 end;
 $$;
-comment on function pgqueue.compact_queues(pgqueue.caller) is
+comment on function pgqueue.compact_queues is
 'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
 1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and

@@ -66,7 +66,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.expose_contract(text, pgqueue.caller) is
+comment on function pgqueue.expose_contract is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
 whose SQL names that schema sends, claims, extends, gives back and acknowledges messages through them as on the tables.
@@ -107,7 +107,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is
+comment on function pgqueue.unexpose_contract is
 'Drops the views that expose_contract created and returns true; false if there are none. Drops the schema, too, if
 expose_contract created it and nothing else is in it. The tables and their messages stay. Raises 22023, 55P03 if a
 longer transaction uses a view, and 2BP01 if another object depends on one.';

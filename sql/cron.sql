@@ -1,5 +1,5 @@
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
--- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
+-- expression matches. Where the clock changes, the rules are those of Debian's cron: see _next_tick.
 
 create or replace function pgqueue._refuse_cron(cron text, problem text) returns void
 language sql stable as $$
@@ -68,56 +68,19 @@ begin
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
 end;
 $$;
-comment on function pgqueue._parse_cron(text) is
+comment on function pgqueue._parse_cron is
 'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
 times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
 them begins with *; otherwise one match is enough. Raises 22023.';
-
-create or replace function pgqueue._first_tick_of_day(
-    day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
-) returns timestamptz
-language plpgsql stable as $$
-declare
-    midnight constant timestamptz := day::timestamp at time zone time_zone;
-begin
-    if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
-    then
-        return (
-            select min(w.t)
-            from (select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m) w
-            where w.t > after
-        );
-    end if;
-    -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
-    -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
-    -- later time; other times tick whenever the wall clock shows them.
-    return min(c.t)
-    from (
-        select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
-        from (
-            select t, t at time zone time_zone as wall
-            from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
-        ) w
-    ) c
-    where c.t > after
-        and case
-            when is_fixed and c.wall <= c.latest then false
-            when is_fixed and c.wall > c.latest + interval '1 min' then exists (
-                select from unnest(hours) as h cross join unnest(minutes) as m
-                where day::timestamp + (h * 60 + m) * interval '1 min' > c.latest
-                    and day::timestamp + (h * 60 + m) * interval '1 min' <= c.wall
-            )
-            else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
-                and date_part('minute', c.wall)::int = any (minutes)
-        end;
-end;
-$$;
 
 create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
     c constant record := pgqueue._parse_cron(cron);
+    -- The minutes of a day at which the fields of the time match.
+    times constant int[] := array(select h * 60 + m from unnest(c.hours) as h cross join unnest(c.minutes) as m);
     day date;
+    midnight timestamptz;
     tick timestamptz;
 begin
     -- The day before can have ticks after this moment, if its last hour is repeated. February 29 on a given weekday can
@@ -131,13 +94,41 @@ begin
                 else date_part('day', w.day)::int = any (c.days) or date_part('dow', w.day)::int = any (c.weekdays)
             end
     loop
-        tick := pgqueue._first_tick_of_day(day, c.minutes, c.hours, time_zone, c.is_fixed, after);
+        midnight := day::timestamp at time zone time_zone;
+        if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
+        then
+            select min(midnight + n * interval '1 min') into tick
+            from unnest(times) as n where midnight + n * interval '1 min' > after;
+        else
+            -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock.
+            -- latest is the latest time that the wall clock has shown before. A fixed time ticks when the wall clock
+            -- first shows it or a later time; other times tick whenever the wall clock shows them.
+            select min(m.t) into tick
+            from (
+                select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
+                from (
+                    select t, t at time zone time_zone as wall
+                    from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
+                ) w
+            ) m
+            where m.t > after
+                and case
+                    when c.is_fixed and m.wall <= m.latest then false
+                    when c.is_fixed and m.wall > m.latest + interval '1 min' then exists (
+                        select from unnest(times) as n
+                        where day::timestamp + n * interval '1 min' > m.latest
+                            and day::timestamp + n * interval '1 min' <= m.wall
+                    )
+                    else m.wall::date = day
+                        and date_part('hour', m.wall)::int * 60 + date_part('minute', m.wall)::int = any (times)
+                end;
+        end if;
         exit when tick is not null;
     end loop;
     return tick;
 end;
 $$;
-comment on function pgqueue._next_tick(text, text, timestamptz) is
+comment on function pgqueue._next_tick is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
@@ -161,20 +152,5 @@ begin
     return pgqueue._next_tick(cron, time_zone, early);
 end;
 $$;
-comment on function pgqueue._last_tick(text, text, timestamptz) is
+comment on function pgqueue._last_tick is
 'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
-
-create or replace function pgqueue._canonical_time_zone(time_zone text) returns text
-language plpgsql stable as $$
-declare
-    canonical text;
-begin
-    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
-    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
-    select z.name into canonical from pg_timezone_names z
-    where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
-    perform pgqueue._require(canonical is not null, 'time_zone', time_zone,
-        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
-    return canonical;
-end;
-$$;

@@ -14,7 +14,7 @@ begin
     return pgqueue._remove_found_spent_messages(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
+comment on function pgqueue.sweep_queue is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
 this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
@@ -157,7 +157,7 @@ begin
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[], pgqueue.queue_of_admin) is
+comment on function pgqueue.redrive is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
@@ -207,7 +207,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
+comment on function pgqueue.purge_dead_messages is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by

@@ -71,7 +71,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._read_dedup_keys(pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[]) is
+comment on function pgqueue._read_dedup_keys is
 'The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its message
 is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the caller is
 about to add. is_locked is false if no other transaction is changing the key.';
@@ -98,7 +98,7 @@ begin
     return written;
 end;
 $$;
-comment on function pgqueue._write_dedup_keys(pgqueue.queues, bigint, text[], bigint[], timestamptz, bigint[]) is
+comment on function pgqueue._write_dedup_keys is
 'Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of all
 keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.';
 
@@ -201,7 +201,7 @@ begin
         order by u.n);
 end;
 $$;
-comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+comment on function pgqueue._take_dedup_keys is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
 messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
 replace, the last. An element without a key keeps its id.';
@@ -275,7 +275,7 @@ language sql stable as $$
     from generate_series(0, 2) as c
     where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
 $$;
-comment on function pgqueue._ended_dedup_tables(timestamptz) is
+comment on function pgqueue._ended_dedup_tables is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
 create or replace function pgqueue._truncate_dedup_keys(at timestamptz) returns void

@@ -3,7 +3,7 @@
 create or replace function pgqueue.version() returns text
 language sql immutable parallel safe security definer set search_path = pg_catalog, pg_temp set jit = off
 as $$ select '0.2.0-dev'::text $$;
-comment on function pgqueue.version() is
+comment on function pgqueue.version is
 'Returns the version of the installed functions.';
 
 create or replace function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text)
@@ -100,7 +100,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._orphaned_messages() is
+comment on function pgqueue._orphaned_messages is
 'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create or replace function pgqueue._server_findings() returns setof pgqueue.finding
@@ -254,7 +254,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.doctor(interval, pgqueue.caller) is
+comment on function pgqueue.doctor is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. An admin of some queues gets the findings about these. severity is error, warning or info. finding
 is one of: pinned_horizon, orphaned_messages, undelivered_messages (left by a dropped queue), compaction (whether it

@@ -77,7 +77,7 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
+comment on function pgqueue._remove_messages is
 'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
@@ -92,7 +92,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.purge_queue is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
 statement_timeout has passed, and has then removed some: repeat it until it returns 0 or, as each schedule adds its next
 tick again, the number of schedules. A dedicated table is truncated at once. Dead letters stay. Streams stay, too, but
@@ -138,7 +138,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.drop_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.drop_queue is
 'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.

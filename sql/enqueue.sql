@@ -81,7 +81,7 @@ language sql immutable parallel safe as $$
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
         and (expires_in is null or pgqueue._is_interval_between(expires_in, '0', '3652.5 days'))
 $$;
-comment on function pgqueue._is_valid(pgqueue.queues, jsonb, jsonb, interval, bytea) is
+comment on function pgqueue._is_valid is
 'Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.';
 
 create or replace function pgqueue._notify_if_valid(
@@ -98,7 +98,7 @@ language sql volatile as $$
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
 $$;
-comment on function pgqueue._notify_if_valid(pgqueue.queues, timestamptz, jsonb, jsonb, interval, bytea) is
+comment on function pgqueue._notify_if_valid is
 'Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no maintenance.
 One call in 500 returns false for the sake of maintenance. Inlined.';
 
@@ -245,9 +245,7 @@ begin
             queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body]) as b);
 end;
 $$;
-comment on function pgqueue.enqueue(
-    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text, int
-) is
+comment on function pgqueue.enqueue is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -431,10 +429,7 @@ begin
     return query select i from unnest(coalesce(holders, ids)) as i;
 end;
 $$;
-comment on function pgqueue.enqueue_batch(
-    pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
-    text[], int[]
-) is
+comment on function pgqueue.enqueue_batch is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. Empty arrays send
 nothing. An error for an element names it, such as payloads[6], as SQL counts: the first element is payloads[1]. An

@@ -12,7 +12,7 @@ language sql stable parallel safe as $$
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
 $$;
-comment on function pgqueue._element(text, bigint, int) is
+comment on function pgqueue._element is
 'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
 has one message.';
 
@@ -34,7 +34,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require(boolean, text, text, text) is
+comment on function pgqueue._require is
 'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
 
 create or replace function pgqueue._raise(error text, variadic args text[]) returns void
@@ -128,5 +128,5 @@ begin
     end case;
 end;
 $$;
-comment on function pgqueue._raise(text, text[]) is
+comment on function pgqueue._raise is
 'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';

@@ -68,7 +68,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
-comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
+comment on function pgqueue.exchange is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages with
 lost = false, in the order of claim. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';

@@ -79,7 +79,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
+comment on function pgqueue.purge_expired is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
 dead letters if the queue has dead_letter_expired. Repeat the call until it returns 0: it ends when half of
 statement_timeout has passed, too. It reads the whole queue unless pgqueue.messages has an index on expires_at; doctor

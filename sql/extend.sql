@@ -42,7 +42,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
+comment on function pgqueue.extend is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
@@ -83,7 +83,7 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue._extend_held(pgqueue.queues, bigint[], uuid, interval) is
+comment on function pgqueue._extend_held is
 'Extends the claims of messages and returns by id those whose claim is still valid: the claim with this token or, if
 claim_token is null, the claim that the caller has locked.';
 
@@ -102,7 +102,7 @@ begin
     return query select pgqueue._extend_held(q, ids, claim_token, visibility_timeout);
 end;
 $$;
-comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uuid, interval) is
+comment on function pgqueue.extend_batch is
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';
 
@@ -123,7 +123,7 @@ begin
     order by c.place;
 end;
 $$;
-comment on function pgqueue.extend_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval) is
+comment on function pgqueue.extend_claims is
 'Extends claims of different tokens as extend does: that of ids[1] with claim_tokens[1], and so on. Returns for each of
 them, in this order, whether it was extended; false if it was lost. Both arrays have the same length and no nulls.
 Raises 22023, PQ001.';

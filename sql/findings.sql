@@ -51,7 +51,7 @@ begin
         end)::pgqueue.finding;
 end;
 $$;
-comment on function pgqueue._ids_above_sequence(pgqueue.queues) is
+comment on function pgqueue._ids_above_sequence is
 'With such ids the other findings would be wrong.';
 
 create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
@@ -158,7 +158,7 @@ begin
     ) w;
 end;
 $$;
-comment on function pgqueue._examine_messages(pgqueue.queues, timestamptz) is
+comment on function pgqueue._examine_messages is
 'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
 lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
 until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has

@@ -8,7 +8,7 @@ language sql immutable parallel safe as $$ select pgqueue._sequence_name('archiv
 create or replace function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive(text) is
+comment on function pgqueue._lock_queue_without_archive is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
 create or replace function pgqueue._utc_day(moment timestamptz) returns date
@@ -21,7 +21,7 @@ begin
     return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
 end;
 $$;
-comment on function pgqueue._finish_time() is
+comment on function pgqueue._finish_time is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
 
@@ -32,7 +32,7 @@ create or replace function pgqueue._has_day_partition(day date) returns boolean
 language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
-comment on function pgqueue._has_day_partition(date) is
+comment on function pgqueue._has_day_partition is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
 create or replace function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
@@ -95,7 +95,7 @@ begin
     return coalesce(acked, '{}');
 end;
 $$;
-comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
+comment on function pgqueue._ack_to_archive is
 'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
 claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
@@ -104,7 +104,7 @@ returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
-comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
+comment on function pgqueue._moved_bytes is
 'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
 create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
@@ -126,7 +126,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._fetch_slice(refcursor) is
+comment on function pgqueue._fetch_slice is
 'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
 Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
@@ -171,6 +171,6 @@ begin
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
-comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
+comment on function pgqueue._add_dead_letter is
 'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
 same insert, which takes half of the time.';

@@ -1,12 +1,12 @@
 -- Access to the functions and tables: defines what each kind of access may use, grants it and revokes it. The
 -- privileges on the views access_* of access.sql are the only record of the access of a role.
 
-create or replace function pgqueue._access_matrix() returns table (verb text, allowed_to text[])
-language sql immutable as $$
-    select v.verb, m.allowed_to
+create or replace function pgqueue._access_privileges()
+returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
+    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
     from (values
         ('{producer}'::text[], '{
-            enqueue, enqueue_batch, sink_stage, sink_commit, sink_abort, publish, create_result}'::text[]),
+            enqueue, enqueue_batch, sink_stage, sink_commit, sink_abort, publish, create_result}'::name[]),
         ('{consumer}', '{
             claim, claim_any, ack, ack_batch, ack_claims, exchange, nack, nack_claims, reject, record_failure, release,
             release_claims, extend, extend_batch, extend_claims, receive, prepare_wait, update_result, stream_open,
@@ -24,24 +24,12 @@ language sql immutable as $$
         ('{producer,consumer,admin,reader}', '{get_result}'),
         ('{producer,admin,raw}', '{wake}'),
         ('{producer,consumer,admin,raw}', '{channel}'),
-        ('{producer,consumer,admin,raw,reader}', '{get_queue, list_queues, peek, stats, next_due_at, version}')
-    ) as m (allowed_to, verbs)
-    cross join unnest(m.verbs) as v (verb)
-$$;
-
-create or replace function pgqueue._access_privileges()
-returns table (object text, privileges text, accesses text[], for_all boolean) language sql stable as $$
-    select 'function pgqueue.' || p.proname, 'execute', f.accesses, false
-    from (
-        select m.verb, m.allowed_to from pgqueue._access_matrix() m
-        union all
+        ('{producer,consumer,admin,raw,reader}', '{get_queue, list_queues, peek, stats, next_due_at, version}'),
         -- The checks of the domains call these.
-        select c, '{producer,consumer,admin,reader,raw,transport}'
-        from unnest(array[
-            '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise'
-        ]) as c
-    ) f (name, accesses)
-    join pg_catalog.pg_proc p on p.proname = f.name and p.pronamespace = 'pgqueue'::regnamespace
+        ('{producer,consumer,admin,raw,reader,transport}',
+            '{_may_or_raise, _may_use, _is_name, _access_view, _privileges_of, _raise}')
+    ) as f (accesses, names)
+    join pg_catalog.pg_proc p on p.proname = any (f.names) and p.pronamespace = 'pgqueue'::regnamespace
     union all
     select t.object, t.privileges, t.accesses, t.for_all
     from (values
@@ -149,7 +137,7 @@ begin
     execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]), access_view, role_name);
 end;
 $$;
-comment on function pgqueue.grant_access(name, text, text) is
+comment on function pgqueue.grant_access is
 'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
@@ -182,11 +170,23 @@ begin
 end;
 $$;
 
+-- A queue that is dropped leaves nothing of the rooms but what it has archived. Only then: each delete locks its table
+-- also if it finds nothing, and one from scheduled_messages makes the transaction count as one that has written to it.
 create or replace function pgqueue._on_queue_changed_grants(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
-    dropped constant regclass := case when after.name is null then pgqueue._find_access_view(before.name) end;
+    dropped regclass;
 begin
+    if after.name is not null then
+        return;
+    end if;
+    -- The messages of the next ticks would become dead letters.
+    with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
+    delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
+    delete from pgqueue.streams t where t.queue_name = before.name;
+    delete from pgqueue.subscriptions s where s.queue_name = before.name;
+    delete from pgqueue.results r where r.queue_name = before.name;
+    dropped := pgqueue._find_access_view(before.name);
     if dropped is null then
         return;
     end if;
@@ -217,7 +217,7 @@ begin
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
 end;
 $$;
-comment on function pgqueue.revoke_access(name, text, text) is
+comment on function pgqueue.revoke_access is
 'Revokes what grant_access granted with the same queue_name: without queue_name the access to all queues, with it that
 to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
 what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
@@ -232,7 +232,7 @@ begin
     order by g.role_name, g.access, g.queue_name nulls first;
 end;
 $$;
-comment on function pgqueue.list_access() is
+comment on function pgqueue.list_access is
 'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
 for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
 after a restore without rows is not listed. Only the owner of the extension may call this.';

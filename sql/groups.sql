@@ -55,7 +55,7 @@ begin
     return greatest(0, places);
 end;
 $$;
-comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+comment on function pgqueue._places_left is
 'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
 whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
 the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
@@ -111,7 +111,7 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._claim_groups(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+comment on function pgqueue._claim_groups is
 'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
 and the first spent one of each. The claim removes the latter, and then looks again.';
 
@@ -163,7 +163,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
+comment on function pgqueue._claim_ungrouped is
 'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
@@ -256,7 +256,7 @@ begin
     from walk w;
 end;
 $$;
-comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
+comment on function pgqueue._walk_groups is
 'Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns the
 locked ones, and where to go on; null at the end.';
 
@@ -362,5 +362,5 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._claim_candidates_grouped is
 'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';

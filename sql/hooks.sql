@@ -22,7 +22,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._call_queue_handlers is
 'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was
 created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively. When it is being
 dropped, its row is deleted and its messages still exist.';
@@ -46,12 +46,17 @@ begin
     for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
+    perform pgqueue._request_at_commit(p.proname, at)
+    from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
 end;
 $$;
-comment on function pgqueue._call_if_due(text, timestamptz) is
-'Calls _on_housekeeping_due_<module>(at) of each module once an hour, or _on_maintenance_due_<module>(at) once a second.
-A handler must not wait for a lock or raise an error. One that has more to do sets the register to an earlier time, one
-that has nothing to do to a later one.';
+comment on function pgqueue._call_if_due is
+'Calls _on_housekeeping_due_<module>(at) of each module once an hour, and _at_housekeeping_<module>(at) at the commit,
+or _on_maintenance_due_<module>(at) once a second. A handler must not wait for a lock. One that has more to do sets the
+register to an earlier time, one that has nothing to do to a later one.';
 
 create or replace function pgqueue._do_at_commit() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '20 ms'
@@ -103,7 +108,7 @@ begin
     insert into pgqueue.compactions (tried_at, handler) values (at, handler);
 end;
 $$;
-comment on function pgqueue._request_at_commit(text, timestamptz) is
+comment on function pgqueue._request_at_commit is
 'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
 exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 

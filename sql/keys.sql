@@ -6,7 +6,7 @@
 
 create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._lookup_keys(text, bigint[]) is
+comment on function pgqueue._lookup_keys is
 'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
 order.';
 
@@ -20,7 +20,7 @@ language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_current_key_lookup() is
+comment on function pgqueue._has_current_key_lookup is
 'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
 installation that is no extension, it may have another.';
 
@@ -52,7 +52,7 @@ do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
 create or replace function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
 language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
+comment on function pgqueue._is_in_queue is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
@@ -99,7 +99,7 @@ as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = 
 create or replace function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
-comment on function pgqueue._is_unclaimed(pgqueue.messages) is
+comment on function pgqueue._is_unclaimed is
 'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
 
 create or replace function pgqueue._lock_claims(
@@ -147,6 +147,6 @@ begin
     held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
 end;
 $$;
-comment on function pgqueue._lock_claims(pgqueue.queues, bigint[], uuid[]) is
+comment on function pgqueue._lock_claims is
 'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
 is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';

@@ -40,7 +40,7 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition(text, bigint, regclass) is
+comment on function pgqueue._create_partition is
 'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
@@ -80,7 +80,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
+comment on function pgqueue._truncate_or_drop_partition is
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
 and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
@@ -157,7 +157,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._passed_levels(pgqueue.queues, bigint) is
+comment on function pgqueue._passed_levels is
 'The positions that claims have passed, from the place first_id on: no message has a lower place.';
 
 create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
@@ -224,6 +224,6 @@ begin
     return ids <> '{}';
 end;
 $$;
-comment on function pgqueue._adopt_messages(pgqueue.queues) is
+comment on function pgqueue._adopt_messages is
 'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
 of the queue. Returns whether there were any.';

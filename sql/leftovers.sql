@@ -30,7 +30,7 @@ language sql stable as $$
             and pg_catalog.obj_description(c.oid, 'pg_class') is null
     end
 $$;
-comment on function pgqueue._leftovers() is
+comment on function pgqueue._leftovers is
 'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
 relations of that queue are not listed.';
 
@@ -50,7 +50,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_leftovers() is
+comment on function pgqueue._drop_leftovers is
 'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create or replace function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding

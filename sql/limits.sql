@@ -102,7 +102,7 @@ begin
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, boolean) is
+comment on function pgqueue._allowed_messages is
 'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
 max_in_flight, and claims that other transactions may have extended count, too.';
 
@@ -143,7 +143,7 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
+comment on function pgqueue._lock_max_in_flight is
 'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
 of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 

@@ -108,7 +108,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
-comment on function pgqueue.nack(pgqueue.queue_of_consumer, bigint, uuid, interval, text, jsonb) is
+comment on function pgqueue.nack is
 'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
 delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
 letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
@@ -143,7 +143,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.nack_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval, text, jsonb) is
+comment on function pgqueue.nack_claims is
 'Returns messages of different claims to the queue after a failure, as nack does: ids[1] with claim_tokens[1], and so
 on. Returns for each of them, in this order, true; false if its claim was lost. delay, error and headers apply to all;
 without a delay each message gets the backoff of its own attempt. Both arrays have the same length and no nulls. Raises
@@ -167,7 +167,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(pgqueue.queue_of_consumer, bigint, uuid, text, jsonb, text) is
+comment on function pgqueue.reject is
 'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
 message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
 attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
@@ -221,7 +221,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.record_failure(pgqueue.queue_of_consumer, bigint, int, interval, text, jsonb) is
+comment on function pgqueue.record_failure is
 'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
 returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
 attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
@@ -263,7 +263,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timestamptz) is
+comment on function pgqueue._release_held is
 'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
 token or, if claim_token is null, the claim that the caller has locked.';
 
@@ -281,7 +281,7 @@ begin
     return pgqueue._release_held(q, ids, claim_token, at);
 end;
 $$;
-comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
+comment on function pgqueue.release is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
 
@@ -299,7 +299,7 @@ begin
     return query select * from unnest(ids, claims.held);
 end;
 $$;
-comment on function pgqueue.release_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+comment on function pgqueue.release_claims is
 'Returns unprocessed messages of different claims to the queue, as release does: ids[1] with claim_tokens[1], and so on.
 Returns for each of them, in this order, whether it was released; false if its claim was lost. Both arrays have the same
 length and no nulls. Raises 22023, PQ001.';

@@ -4,7 +4,7 @@
 create or replace function pgqueue.channel(queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
-comment on function pgqueue.channel(text) is
+comment on function pgqueue.channel is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 

@@ -20,7 +20,7 @@ create or replace function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._is_locked(xid) is
+comment on function pgqueue._is_locked is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';
 
@@ -46,7 +46,7 @@ language sql stable as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
+comment on function pgqueue._sample_requeued_ids is
 'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
@@ -145,7 +145,7 @@ begin
     return least(total, max_records);
 end;
 $$;
-comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
+comment on function pgqueue.peek is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
 wait for others of their groups are counted. Locks and changes no message, waits for no consumer, and reads a bounded

@@ -103,7 +103,7 @@ begin
     return ids[:wanted];
 end;
 $$;
-comment on function pgqueue._take_highest(pgqueue.queues, bigint[], bigint[], int) is
+comment on function pgqueue._take_highest is
 'Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
 find the others again.';
 

@@ -128,7 +128,7 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._reserve_queue(pgqueue.queues) is
+comment on function pgqueue._reserve_queue is
 'The part of create_queue under the lock of the queue. Returns the queue of this name or, if there is none, the model
 with the number of the new queue and no created_at. The new queue is dedicated if a table was left for it.';
 
@@ -211,11 +211,7 @@ begin
     return pgqueue._public_queue(q);
 end;
 $$;
-comment on function pgqueue.create_queue(
-    pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean,
-    pgqueue.queue_of_admin
-) is
+comment on function pgqueue.create_queue is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
 goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
@@ -323,11 +319,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.alter_queue(
-    pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin,
-    boolean
-) is
+comment on function pgqueue.alter_queue is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
@@ -350,7 +342,7 @@ begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
+comment on function pgqueue.get_queue is
 'Returns a queue with its settings. Raises PQ001.';
 
 create or replace function pgqueue.list_queues(caller pgqueue.caller default current_user) returns setof pgqueue.queue
@@ -363,7 +355,7 @@ begin
     order by q.name;
 end;
 $$;
-comment on function pgqueue.list_queues(pgqueue.caller) is
+comment on function pgqueue.list_queues is
 'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
 create or replace function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin) returns boolean
@@ -378,7 +370,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.pause_queue is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Waits for a transaction that has changed
 the queue. Raises PQ001.';
@@ -398,6 +390,6 @@ begin
     return resumed;
 end;
 $$;
-comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
+comment on function pgqueue.resume_queue is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Waits as
 pause_queue does. Raises PQ001.';

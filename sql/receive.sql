@@ -49,7 +49,7 @@ begin
     from gone g;
 end;
 $$;
-comment on function pgqueue.receive(pgqueue.queue_of_consumer, int) is
+comment on function pgqueue.receive is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps

@@ -4,7 +4,7 @@
 
 create or replace function pgqueue._to_micros(moment timestamptz) returns bigint
 language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
-comment on function pgqueue._to_micros(timestamptz) is
+comment on function pgqueue._to_micros is
 'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
 Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
@@ -14,7 +14,7 @@ as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microse
 
 create or replace function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
 language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
-comment on function pgqueue._clamp_due_at(timestamptz) is
+comment on function pgqueue._clamp_due_at is
 'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
@@ -62,7 +62,7 @@ begin
     return number;
 end;
 $$;
-comment on function pgqueue._take_number(text) is
+comment on function pgqueue._take_number is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
 a table. Drops the registers that were left for this number, which the caller creates again.';
 
@@ -85,7 +85,7 @@ language sql volatile as $$ select coalesce(pg_sequence_last_value(register), se
 create or replace function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._sequence_name(text, text) is
+comment on function pgqueue._sequence_name is
 'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
 name, as the name of a queue can be longer than an identifier. Inlined.';
 
@@ -116,7 +116,7 @@ language sql volatile as $$
         else messages
     end
 $$;
-comment on function pgqueue._count(text, text, int) is
+comment on function pgqueue._count is
 'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
 if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
 further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';

@@ -41,12 +41,10 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if id is null or message_id is null then
-        perform pgqueue._raise_invalid(case when id is null then 'id' else 'message_id' end, null, 'that of a message');
-    end if;
-    if expires_in is null or not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'that of a message');
+    perform pgqueue._require(message_id is not null, 'message_id', null, 'that of a message');
+    perform pgqueue._require(pgqueue._is_interval_between(expires_in, '0', '3652.5 days'),
+        'expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days)');
     perform pgqueue._check_content(q, coalesce(task, 'null'), null, null);
     insert into pgqueue.results (queue_name, id, message_id, task, enqueued_at, expires_at, expires_in)
     values (
@@ -55,7 +53,7 @@ begin
     return at;
 end;
 $$;
-comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uuid, jsonb, interval) is
+comment on function pgqueue.create_result is
 'Creates the result of a message, with the status ready, and returns its enqueued_at. Call it in the transaction of
 enqueue, with the id that it has returned. message_id, by which get_result finds it, is that of the message, or another
 UUID that no result has. task is for the program that reads the result, such as the name of a function and its
@@ -118,7 +116,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue.update_result(pgqueue.queue_of_consumer, bigint, text, jsonb, jsonb, text) is
+comment on function pgqueue.update_result is
 'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker; it
 changes nothing while the message is scheduled, and after the end of the result if the message is gone. ready ends an
 attempt that failed and is repeated. successful, with the value, and failed end the result. Call it in the transaction
@@ -136,15 +134,16 @@ begin
         and pgqueue._may_use(caller, r.queue_name, pgqueue._privileges_of('{producer,consumer,admin,reader}'));
 end;
 $$;
-comment on function pgqueue.get_result(uuid, pgqueue.caller) is
+comment on function pgqueue.get_result is
 'Returns the result of the message with this message_id; no row if there is none, if it has expired and was removed, or
 if the caller may not use the queue. The status failed has a reason if no consumer has set it: that of the dead letter,
 or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
 sent again by redrive, the status is ready again.';
 
 -- Deletes results that have expired. Those whose message is still there, or can be sent again, get a later time:
--- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged.
-create or replace function pgqueue._remove_expired_results(at timestamptz) returns void
+-- otherwise each call would look for the messages of all that stay. One that has succeeded was acknowledged. At the
+-- commit, as the transaction of a receive would keep consumers from writing the results that stay.
+create or replace function pgqueue._at_housekeeping_results(at timestamptz) returns void
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$
 declare
@@ -202,7 +201,7 @@ begin
         where c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before
             and (c.status = 'successful' or not (
                 exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = c.id offset 0)
-                -- As in _remove_expired_results.
+                -- As in _at_housekeeping_results.
                 or exists (
                     select from pgqueue.scheduled_messages s
                     where s.queue_name = q.name and s.id between c.id and c.id order by s.id offset 0)
@@ -214,30 +213,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
+comment on function pgqueue.purge_results is
 'Deletes up to 10,000 results of the queue that have ended at least min_age ago, and returns how many. Repeat the call
 until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
 that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
-
--- At the commit, as the transaction of a receive would keep consumers from writing the results that stay.
-create or replace function pgqueue._on_housekeeping_due_results(at timestamptz) returns void
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-begin
-    if exists (select from pgqueue.results r where r.expires_at <= at) then
-        perform pgqueue._request_at_commit('_remove_expired_results', at);
-    end if;
-exception when others then
-    -- A full disk must not fail a claim.
-    null;
-end;
-$$;
-
-create or replace function pgqueue._on_queue_changed_results(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    -- Only here: the delete locks the table also if it finds nothing.
-    if after.name is null then
-        delete from pgqueue.results r where r.queue_name = before.name;
-    end if;
-end;
-$$;

@@ -72,7 +72,7 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
+comment on function pgqueue.expose_subscriptions is
 'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
 uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
 have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
@@ -106,7 +106,7 @@ begin
     return relation is not null;
 end;
 $$;
-comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
+comment on function pgqueue.unexpose_subscriptions is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 

@@ -79,7 +79,7 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._add_next_tick_message() is
+comment on function pgqueue._add_next_tick_message is
 'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
@@ -118,6 +118,7 @@ create or replace function pgqueue._check_schedule(s pgqueue.schedules) returns 
 language plpgsql volatile as $$
 declare
     q pgqueue.queues;
+    zone text;
     at constant timestamptz := pgqueue._now();
 begin
     perform pgqueue._raise_invalid(c.name, c.given, c.expected)
@@ -130,7 +131,13 @@ begin
     ) as c (name, given, is_valid, expected)
     where c.is_valid is not true;
     q := pgqueue._get_locked_queue(s.queue_name);
-    s.time_zone := pgqueue._canonical_time_zone(s.time_zone);
+    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
+    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
+    select z.name into zone from pg_timezone_names z
+    where lower(z.name collate "C") = lower(s.time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
+    perform pgqueue._require(zone is not null, 'time_zone', s.time_zone,
+        'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
+    s.time_zone := zone;
     if s.cron is null or char_length(s.cron) > 200 then
         perform pgqueue._refuse_cron(s.cron, 'it must have at most 200 characters');
     end if;
@@ -177,9 +184,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(
-    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int, text, boolean
-) is
+comment on function pgqueue.create_schedule is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges
@@ -236,9 +241,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(
-    text, text, jsonb, jsonb, text, boolean, boolean, int, text, pgqueue.caller
-) is
+comment on function pgqueue.alter_schedule is
 'Changes the settings that are given and leaves the others. The priority and the group are headers: new headers without
 pgqueue.priority or pgqueue.group remove them, unless priority or group_key is given, too. Returns the time of the next
 tick; null if the schedule is paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are,
@@ -259,7 +262,7 @@ exception when sqlstate 'PQ011' then
     return false;
 end;
 $$;
-comment on function pgqueue.drop_schedule(text, pgqueue.caller) is
+comment on function pgqueue.drop_schedule is
 'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
 no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
 claiming a tick.';
@@ -280,7 +283,7 @@ begin
     order by s.name;
 end;
 $$;
-comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
+comment on function pgqueue.list_schedules is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
@@ -296,22 +299,9 @@ begin
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;
 $$;
-comment on function pgqueue.run_schedule(text, pgqueue.caller) is
+comment on function pgqueue.run_schedule is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
-
-create or replace function pgqueue._on_queue_changed_schedules(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-begin
-    -- Only here: the transaction would count as one that has written delayed messages, also if it deletes nothing.
-    if after.name is null then
-        with gone as (delete from pgqueue.schedules s where s.queue_name = before.name returning s.next_id)
-        delete from pgqueue.scheduled_messages m using gone g where m.queue_name = before.name and m.id = g.next_id;
-    end if;
-end;
-$$;
-comment on function pgqueue._on_queue_changed_schedules(pgqueue.queues, pgqueue.queues) is
-'The messages of the next ticks of a queue that is dropped would become dead letters.';
 
 create or replace function pgqueue._findings_of_schedules(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -373,5 +363,5 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
+comment on function pgqueue._on_housekeeping_due_schedules is
 'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';

@@ -17,7 +17,7 @@ begin
     return token;
 end;
 $$;
-comment on function pgqueue.sink_stage(pgqueue.queue_of_producer, uuid, int, bigint) is
+comment on function pgqueue.sink_stage is
 'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
 same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
 messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
@@ -316,7 +316,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
+comment on function pgqueue.sink_commit is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
 exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. A
 message whose dedup_key is taken, by an earlier message or by an earlier one of the same commit, is not sent, as with
@@ -334,7 +334,7 @@ begin
     return pgqueue._discard_staged(run);
 end;
 $$;
-comment on function pgqueue.sink_abort(uuid) is
+comment on function pgqueue.sink_abort is
 'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there
 were. Raises 22023.';
 
@@ -389,7 +389,7 @@ begin
     return swept;
 end;
 $$;
-comment on function pgqueue.sweep_staged(interval, interval, pgqueue.caller) is
+comment on function pgqueue.sweep_staged is
 'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
 run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
 older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a

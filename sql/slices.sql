@@ -44,7 +44,7 @@ begin
     from arrived m;
 end;
 $$;
-comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+comment on function pgqueue._move_due_slice is
 'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
@@ -130,7 +130,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+comment on function pgqueue._remove_spent_messages is
 'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
 gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 

@@ -111,7 +111,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
+comment on function pgqueue._message_stats is
 'Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.';
 
 create or replace function pgqueue._other_ids(
@@ -221,7 +221,7 @@ begin
     return result;
 end;
 $$;
-comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
+comment on function pgqueue._stats is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
@@ -266,7 +266,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._add_totals(pgqueue.queue_stats) is
+comment on function pgqueue._add_totals is
 'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create or replace function pgqueue.stats(
@@ -318,7 +318,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
+comment on function pgqueue.stats is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for

@@ -1,36 +1,52 @@
 -- Streams: readers that can read a batch of messages again after a crash. A stream has at most one open batch, and one
 -- reader: opening it again fences the previous reader. Each call is one transaction.
 
-create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint) returns void
-language plpgsql stable as $$
+create or replace function pgqueue._raise_stream(error text, s pgqueue.streams, seq bigint, lost bigint[] default null)
+returns void language plpgsql stable as $$
+declare
+    named constant bigint[] := coalesce(lost, s.ids);
+    ids constant text := array_to_string(named[:20], ', ')
+        || case when cardinality(named) > 20 then format(' and %s more', cardinality(named) - 20) else '' end;
 begin
-    raise exception using
-        errcode = 'PQ007',
-        message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
-            case
-                when seq < s.acked_seq then 'is older than the last acknowledged batch'
-                when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
-                when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
-                else 'is unknown'
-            end),
-        detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
-            case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
-        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
+    case error
+        when 'out_of_step' then raise exception using
+            errcode = 'PQ007',
+            message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
+                case
+                    when seq < s.acked_seq then 'is older than the last acknowledged batch'
+                    when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
+                    when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
+                    else 'is unknown'
+                end),
+            detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
+                case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
+            hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
+        when 'data_lost' then raise exception using
+            errcode = 'PQ008',
+            message = format('stream %L of queue %L has lost %s of %s of batch %s: %s', s.stream_name, s.queue_name,
+                cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), seq, ids),
+            detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+            hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
+        when 'poisoned' then raise exception using
+            errcode = 'PQ009',
+            message = format('stream %L of queue %L gives up batch %s after %s: %s %s', s.stream_name, s.queue_name, seq,
+                pgqueue._with_number(s.replays, 'replay'), case cardinality(s.ids) when 1 then 'message' else 'messages' end, ids),
+            hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+                s.queue_name, s.stream_name, seq);
+    end case;
 end;
 $$;
 
 create or replace function pgqueue._next_epoch(epoch bigint) returns bigint
 language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch(bigint) is
+comment on function pgqueue._next_epoch is
 'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
 restored database, and an old reader could pass for the new one.';
 
 create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
 language plpgsql stable as $$
 begin
-    if epoch is null then
-        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
-    end if;
+    perform pgqueue._require(epoch is not null, 'epoch', null, 'the epoch that stream_open returned');
     if epoch <> s.epoch then
         perform pgqueue._raise(
             'stream_fenced', s.stream_name, s.queue_name, epoch::text, s.epoch::text, s.opened_at::text, s.opened_by);
@@ -71,16 +87,12 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
 begin
-    if not pgqueue._is_name(stream_name) then
-        perform pgqueue._raise_invalid('stream_name', stream_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-    if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
-    end if;
-    if on_ack = 'archive' and q.archive_for is null then
-        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
-    end if;
+    perform pgqueue._require(pgqueue._is_name(stream_name), 'stream_name', stream_name,
+        '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    perform pgqueue._require(on_ack is null or on_ack in ('archive', 'delete'), 'on_ack', on_ack,
+        'archive or delete, or null for the default of the queue');
+    perform pgqueue._require(on_ack is distinct from 'archive' or q.archive_for is not null, 'on_ack', on_ack,
+        format('delete or null where queue %L has no archive_for', q.name));
     -- An alter_queue that gives the queue a limit ends before, or sees the stream.
     perform from pgqueue.queues where queues.name = q.name for share;
     insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
@@ -95,7 +107,7 @@ begin
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
+comment on function pgqueue.stream_open is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
@@ -120,7 +132,7 @@ begin
     order by t.queue_name, t.stream_name;
 end;
 $$;
-comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
+comment on function pgqueue.list_streams is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
 create or replace function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text) returns int
@@ -137,7 +149,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
+comment on function pgqueue.drop_stream is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
@@ -145,9 +157,6 @@ PQ005.';
 create or replace function pgqueue._on_queue_changed_streams(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
-    if after.name is null then
-        delete from pgqueue.streams t where t.queue_name = before.name;
-    end if;
     if before.name is null or after.name is null
         or before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
         or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null

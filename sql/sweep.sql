@@ -148,7 +148,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._lock_levels(pgqueue.queues, bigint[], bigint[], bigint[], timestamptz, int) is
+comment on function pgqueue._lock_levels is
 'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
 that is over returns the positions of visible messages that are not ready, too.';
 
@@ -219,7 +219,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+comment on function pgqueue._sweep_recent is
 'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
 late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
@@ -247,7 +247,7 @@ begin
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
-comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+comment on function pgqueue._sweep_other_tables is
 'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
 messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
@@ -413,7 +413,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+comment on function pgqueue._sweep is
 'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
 and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
 ms and at most 500 ms, as messages that commit late wait for it; else at once.';

@@ -21,7 +21,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._running_writers() is
+comment on function pgqueue._running_writers is
 'The running transactions that have written to messages, through the parent or directly to a partition, to
 scheduled_messages or to requeued_messages, including prepared transactions.';
 
@@ -33,7 +33,7 @@ as $$
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+comment on function pgqueue._first_possible_id is
 'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create or replace function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
@@ -48,7 +48,7 @@ $$;
 
 create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
 language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
+comment on function pgqueue._discard_future_time is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
 create or replace function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
@@ -130,7 +130,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz, int, boolean) is
+comment on function pgqueue._read_messages is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
@@ -170,7 +170,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, boolean) is
+comment on function pgqueue._ids_between is
 'The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
 there are 1,000 or more messages, those above the 1,000th can be missing.';
 
@@ -377,7 +377,7 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
+comment on function pgqueue._record_vacant_ids is
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
@@ -389,7 +389,7 @@ language sql volatile as $$
             when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
-comment on function pgqueue._pages_read(pgqueue.queues) is
+comment on function pgqueue._pages_read is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
 pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
 
@@ -422,6 +422,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old(pgqueue.queues, boolean) is
+comment on function pgqueue._record_if_old is
 'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
 passed few ids since. A read-only transaction, as on a standby, records nothing.';

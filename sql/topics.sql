@@ -76,7 +76,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.subscribe(text, pgqueue.queue_of_consumer_or_admin) is
+comment on function pgqueue.subscribe is
 'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
 message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
 * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
@@ -94,7 +94,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.unsubscribe(text, pgqueue.queue_of_consumer_or_admin) is
+comment on function pgqueue.unsubscribe is
 'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
 that were published before stay in the queue. Raises 22023, PQ001.';
 
@@ -115,7 +115,7 @@ begin
     order by s.topic, s.queue_name;
 end;
 $$;
-comment on function pgqueue.list_subscriptions(pgqueue.queue_of_consumer_or_admin, pgqueue.caller) is
+comment on function pgqueue.list_subscriptions is
 'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
 once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
@@ -235,21 +235,10 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(
-    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, int, pgqueue.caller
-) is
+comment on function pgqueue.publish is
 'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
 transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same
 event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header
 pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
-
-create or replace function pgqueue._on_queue_changed_topics(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    if after.name is null then
-        delete from pgqueue.subscriptions s where s.queue_name = before.name;
-    end if;
-end;
-$$;

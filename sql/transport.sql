@@ -117,7 +117,7 @@ begin
     return t.head;
 end;
 $$;
-comment on function pgqueue.advance_transport(pgqueue.queue_of_transport) is
+comment on function pgqueue.advance_transport is
 'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
 expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
@@ -146,7 +146,7 @@ language sql stable as $$
         case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
-comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+comment on function pgqueue._relation_query is
 'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
 transport deletes itself.';
 
@@ -279,7 +279,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
+comment on function pgqueue.expose_transport is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text; with flavor sqlserver (default postgresql) also correlationid,
@@ -334,7 +334,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
+comment on function pgqueue.unexpose_transport is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 

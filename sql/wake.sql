@@ -7,7 +7,7 @@ begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
+comment on function pgqueue.wake is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
@@ -91,7 +91,7 @@ begin
         due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
 end;
 $$;
-comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
+comment on function pgqueue.next_due_at is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. In a queue with group_limit it is also in the past while a message
 waits for others of its group, as in stats; prepare_wait returns when to look again. It is the present while a queue
@@ -134,7 +134,7 @@ begin
         due_at, pgqueue._now() + case when q.group_limit is null then interval '100 ms' else interval '1 s' end));
 end;
 $$;
-comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
+comment on function pgqueue.prepare_wait is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while

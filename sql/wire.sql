@@ -26,13 +26,13 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._wire_headers(jsonb, uuid) is
+comment on function pgqueue._wire_headers is
 'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
 from message_id if the headers lack it.';
 
 create or replace function pgqueue._transport_id(id bigint) returns uuid
 language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id(bigint) is
+comment on function pgqueue._transport_id is
 'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create or replace function pgqueue._insert_by_transport() returns trigger

@@ -16,9 +16,7 @@ FUNCTION = re.compile(
     r"\s+returns (?P<returns>[^\n]+?)\s+language ",
     re.MULTILINE | re.DOTALL,
 )
-COMMENT = re.compile(
-    r"^comment on function pgqueue\.(?P<name>[a-z]\w*)\([^;]*?\) is\n'(?P<text>(?:[^']|'')*)';", re.MULTILINE
-)
+COMMENT = re.compile(r"^comment on function pgqueue\.(?P<name>[a-z]\w*) is\n'(?P<text>(?:[^']|'')*)';", re.MULTILINE)
 TYPE = re.compile(r"^create type pgqueue\.(?P<name>\w+) as \(\n(?P<columns>.*?)\n\);", re.MULTILINE | re.DOTALL)
 TEXT_OF_TYPE = re.compile(r"^comment on type pgqueue\.(\w+) is\s+'((?:[^']|'')*)';", re.MULTILINE)
 TEXT_OF_COLUMN = re.compile(r"^comment on column pgqueue\.(\w+\.\w+) is\s+'((?:[^']|'')*)';", re.MULTILINE)

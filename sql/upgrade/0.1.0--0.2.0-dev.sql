@@ -1,2 +1,11 @@
 -- What `create or replace` cannot say of the way from 0.1.0 to 0.2.0-dev.
 create index schedules_queue_name on pgqueue.schedules (queue_name);
+
+-- Private functions that have gone, or have got other arguments or results.
+drop function pgqueue._days, pgqueue._expired_days, pgqueue._is_day_empty, pgqueue._maintain_days, pgqueue._drop_days;
+drop function pgqueue._raise_stream_out_of_step, pgqueue._raise_stream_data_lost, pgqueue._raise_stream_poisoned;
+drop function pgqueue._format_ids, pgqueue._first_tick_of_day, pgqueue._canonical_time_zone, pgqueue._access_matrix;
+drop function pgqueue._on_queue_changed_schedules, pgqueue._on_queue_changed_topics, pgqueue._on_queue_changed_results;
+drop function pgqueue._on_housekeeping_due_archive, pgqueue._on_housekeeping_due_results;
+drop function pgqueue._compactable_tables, pgqueue._overgrown_tables, pgqueue._tables_to_compact, pgqueue._column_list;
+drop function pgqueue._remove_expired_results, pgqueue._compact_table, pgqueue._is_first_statement, pgqueue._is_idle;

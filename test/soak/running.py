@@ -33,9 +33,9 @@ KEY = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::big
 # Every sweep that asks for a compaction, once a second, gets one of a random table, whatever its size.
 FORCED_COMPACTION = """
 create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+returns table (relation regclass, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile as $$
-    select t.relation, t.row_type, 1, 1, 1 from pgqueue._compactable_tables() t order by random()
+    select t.relation, 1, 1, 1 from pgqueue._compactable_tables() t order by random()
 $$;
 create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select 1000000 $$;
 """

@@ -44,15 +44,15 @@ $$;
 -- Every verb with a queue: a statement whose arguments are null beyond the queue. A refusal is PQ001 or, without the
 -- right to execute, 42501; anything else has passed the check.
 create temp view verbs as
-select p.proname::text as verb, t.typname::text as domain, m.allowed_to,
+select p.proname::text as verb, t.typname::text as domain, m.accesses as allowed_to,
     format('select pgqueue.%s(%s)', p.proname, string_agg(
         case when a.name in ('queue_name', 'queue_names') then case a.name when 'queue_name' then '%1$L' else 'array[%1$L]' end
             when a.name = 'caller' then 'current_user' else format('null::%s', a.type::regtype) end, ', ' order by a.n)) as statement
 from pg_proc p
-join pgqueue._access_matrix() m on m.verb = p.proname
+join pgqueue._access_privileges() m on m.object = 'function pgqueue.' || p.proname
 cross join lateral unnest(p.proargnames::text[], p.proargtypes::oid[]) with ordinality as a (name, type, n)
 left join lateral (select y.typname from pg_type y where p.proargtypes::oid[] @> array[y.oid] and y.typname ~ 'queue_of') t on true
-where p.pronamespace = 'pgqueue'::regnamespace and p.proargnames::text[] && '{queue_name,queue_names}' and p.proname <> 'channel'
+where p.pronamespace = 'pgqueue'::regnamespace and p.proargnames::text[] && '{queue_name,queue_names}' and p.proname <> 'channel' and p.proname !~ '^_'
     and p.pronargs >= 1
 group by 1, 2, 3, p.oid, p.proname;
 create temp table expected as

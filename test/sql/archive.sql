@@ -302,7 +302,7 @@ select lives_ok($$ select pgqueue.claim('archive_hindered') $$, 'a claim succeed
 drop trigger no_space on pgqueue.compactions;
 select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages at its commit an hour after maintenance failed');
 -- A null token
 select pgqueue.enqueue('archive_hindered', '2') \g /dev/null
@@ -334,7 +334,7 @@ select is(pg_temp.drops('2031-01-10 12:10:00+00'), '{}'::text[], 'maintain_archi
 select is(pg_temp.drops('2031-01-10 13:10:00+00'), '{}'::text[], 'maintain_archive drops no day that is still needed after the clock has moved on');
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), 1::bigint, 'a clock that was ahead removes no archived message');
 select set_config('test.now', '2031-01-08 12:00:00+00', true) is not null as set, pg_temp.acks_one('archive_clock') as acked \gset
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select is((select max(a.finished_at) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), '2031-01-10 12:10:00+00', 'a message acknowledged by a clock that is behind gets the confirmed time as finished_at');
 select pgqueue.enqueue('archive_clock', '1') is not null as sent, pg_temp.pass('1 s') is not null as passed \gset
 select count(*) as received from pgqueue.receive('archive_clock') \gset
@@ -349,9 +349,9 @@ select pgqueue.drop_queue('archive_clock') is not null as dropped \gset
 select pgqueue.create_queue('archive_steps', archive_for => '1 day') is not null as created, pg_temp.acks_one('archive_steps') is not null as acked \gset
 select pg_temp.pass('1 day') is not null as passed, pg_temp.acks_one('archive_steps') is not null as acked_another, pg_temp.pass('5 days') is not null as passed_more \gset
 select pg_temp.confirm(pgqueue._now()) \g /dev/null
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 1::bigint, 'the commit of a claim empties one day that has expired');
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 0::bigint, 'the commit of a later claim empties the next day');
 -- Each computation of the expiry reads all queues.
 set local track_functions = 'all';
@@ -377,7 +377,7 @@ end;
 $$;
 insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts)
 select n, 'archive_raw', pgqueue._now(), pgqueue._now() + case n when 100 then interval '0' else interval '1 year' end, 1, 5 from generate_series(1, 100) n;
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select results_eq($$ select currval('looks'), count(*) from pgqueue.unfiled_messages u where u.queue_name = 'archive_raw' $$, $$ values (2::bigint, 99::bigint) $$, 'a message is filed behind others that wait for their day');
 
 select * from finish();

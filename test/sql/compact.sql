@@ -15,7 +15,7 @@ create function pg_temp.compact(relation regclass) returns pgqueue.compaction la
 declare
     done pgqueue.compaction;
 begin
-    select c.* into done from pgqueue._compactable_tables() t, pgqueue._compact_table(t.relation, t.row_type) c
+    select c.* into done from pgqueue._compactable_tables() t, pgqueue._compact_table(t.relation) c
     where t.relation = compact.relation;
     return done;
 end;
@@ -91,8 +91,8 @@ select results_eq($$ select c.table_name collate "C", c.outcome collate "C", c.r
     format($$ values (%L collate "C", 'compacted' collate "C", 60::bigint, true, true) $$, :'deep'), 'compact_queue returns what it has done, and the sizes before and after');
 
 -- What a sweep requests.
-create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
-as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, coalesce(nullif(current_setting('test.bytes', true), ''), '67108863')::bigint, 1::bigint, coalesce(nullif(current_setting('test.dead', true), ''), '49999')::bigint where current_setting('test.overgrown', true) = 'yes' $$;
+create or replace function pgqueue._overgrown_tables() returns table (relation regclass, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
+as $$ select 'pgqueue.dead_messages'::regclass, coalesce(nullif(current_setting('test.bytes', true), ''), '67108863')::bigint, 1::bigint, coalesce(nullif(current_setting('test.dead', true), ''), '49999')::bigint where current_setting('test.overgrown', true) = 'yes' $$;
 create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select coalesce(nullif(current_setting('test.pinned', true), ''), '0')::bigint $$;
 create or replace function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text) language sql stable
 as $$ select nullif(current_setting('test.pinned_for', true), '')::interval, 'a test', '' $$;

@@ -80,9 +80,10 @@ select count(*) as sent from pgqueue.update_result('results', :number, 'successf
 select pg_temp.send('30 days', false) as scheduled, pg_temp.send('0', true) as finished \gset
 select is(pgqueue.purge_results('results', '1 h'), 0::bigint, 'purge_results leaves results that are younger');
 set local test.now = '2030-01-02 12:05:00+00';
+delete from pgqueue.compactions \g /dev/null
 select setval('pgqueue.next_housekeeping_at', 1), pgqueue._call_if_due('housekeeping', pgqueue._now()) is not null as done \gset
-select is((select count(*) from pgqueue.compactions c where c.handler = '_remove_expired_results'), 1::bigint, 'a claim has expired results removed at its commit');
-select pgqueue._remove_expired_results(pgqueue._now()) is not null as done \gset
+select is((select count(*) from pgqueue.compactions c where c.handler = '_at_housekeeping_results'), 1::bigint, 'a claim has expired results removed at its commit');
+select pgqueue._at_housekeeping_results(pgqueue._now()) is not null as done \gset
 select is(array(select r.status from unnest(array[:'uuid', :'scheduled', :'finished']::uuid[]) u cross join lateral pgqueue.get_result(u) r), array['successful', 'ready'],
     'claims delete results that have expired, and none of a message that is still there');
 select is(pgqueue.purge_results('results'), 1::bigint, 'purge_results deletes results that have ended');
@@ -92,7 +93,7 @@ select pgqueue.create_result('results', :number, :'uuid', expires_in => '0') is 
 select claim_token as token from pgqueue.claim('results') \gset
 select count(*) as updated from pgqueue.update_result('results', :number, 'failed') where pgqueue.reject('results', :number, :'token') \gset
 select is(pgqueue.purge_results('results'), 0::bigint, 'purge_results leaves the result of a dead letter that a consumer has ended');
-select pgqueue._remove_expired_results(pgqueue._now()) is not null as done \gset
+select pgqueue._at_housekeeping_results(pgqueue._now()) is not null as done \gset
 select is(pg_temp.result(:'uuid'), 'failed - 0 [] "-"', 'claims leave it, too, after it has expired');
 -- Costs. 10,000 results and dead letters have about 500 pages, and the tables are not analyzed.
 select count(*) as sent from pgqueue.create_queue('results-many') \gset
@@ -108,15 +109,15 @@ begin
     return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
 end;
 $$;
-select cmp_ok(pg_temp.pages('select pgqueue._on_housekeeping_due_results(pgqueue._now())') + pg_temp.pages('select pgqueue._remove_expired_results(pgqueue._now())'),
+select cmp_ok(pg_temp.pages('select pgqueue._at_housekeeping_results(pgqueue._now())'),
     '<', 500, 'claims do not read the results that have not expired, nor all dead letters');
 select is((select array_agg(n) from generate_series(1, 10) n where not exists (select from pgqueue.results r where r.queue_name = 'results-many' and r.id = -n)), array[1], 'claims delete the expired results of messages that are gone');
 set local test.now = '2030-01-02 16:00:00+00';
-select pgqueue._remove_expired_results(pgqueue._now()) is not null as done \gset
+select pgqueue._at_housekeeping_results(pgqueue._now()) is not null as done \gset
 select is((select count(*) from pgqueue.results r where r.queue_name = 'results-many' and r.expires_at <= pgqueue._now()), 8990::bigint,
     'claims look for the messages of 1,000 results at a time, and later for those of others');
 set local test.now = '2030-01-02 17:00:00+00';
-select cmp_ok(pg_temp.pages('select pgqueue._remove_expired_results(pgqueue._now())'), '<', 50000, 'claims read few pages for each of them');
+select cmp_ok(pg_temp.pages('select pgqueue._at_housekeeping_results(pgqueue._now())'), '<', 50000, 'claims read few pages for each of them');
 select cmp_ok(pg_temp.pages($$ select pgqueue.purge_results('results-many') $$), '<', 60000, 'purge_results looks for a message first among the dead letters, and in one statement');
 select count(*) as dropped from pgqueue.drop_queue('results') \gset
 select is((select count(*) from pgqueue.results r where r.queue_name = 'results'), 0::bigint, 'a dropped queue leaves no results');

@@ -183,7 +183,7 @@ set local statement_timeout = 0;
 select pgqueue.create_queue('slices-archive', archive_for => '1 day') \g /dev/null
 insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts, body)
 select n, 'slices-archive', now(), pgqueue._now(), 1, 5, current_setting('test.large')::bytea from generate_series(1, 20) n;
-select pgqueue._maintain_days(pgqueue._now()) \g /dev/null
+select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), '>=', 14::bigint, 'the housekeeping of a claim files unfiled messages of about 256 kB');
 select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), '<', 20::bigint, 'the housekeeping of a claim files some unfiled messages');
 select count(*) from pgqueue.maintain_archive() \g /dev/null

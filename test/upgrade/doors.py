@@ -53,7 +53,7 @@ def old_script(current: str) -> str:
             r"\1\n)",
         ),
         (r"(comment on table pgqueue.queues is\n)'.*';", r"\1'Queues.';"),
-        (r"^create function pgqueue\.reject\((?s:.*?)^comment on function pgqueue\.reject\(.*\n'(?s:.*?)';\n", ""),
+        (r"^create function pgqueue\.reject\((?s:.*?)^comment on function pgqueue\.reject is\n'(?s:.*?)';\n", ""),
         (rf"\$\$ select '{NEW}'::text \$\$", f"$$ select '{OLD}'::text $$"),
         (r"    return least\(total, max_records\);", "    return 42;"),
     ):

@@ -127,7 +127,7 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(site: tuple[Ser
     queue.enqueue(1)
     owner.execute(FORCED_COMPACTION)
     owner.execute(
-        "create or replace function pgqueue._compact_table(relation regclass, row_type regtype)"
+        "create or replace function pgqueue._compact_table(relation regclass)"
         " returns pgqueue.compaction language plpgsql volatile as 'begin perform pg_sleep(1000); return null; end'"
     )
     make_due(owner)
@@ -147,9 +147,9 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(site: tuple[Server
     owner.execute(FORCED_COMPACTION)
     owner.execute("""
         create or replace function pgqueue._overgrown_tables()
-        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+        returns table (relation regclass, bytes bigint, living_rows bigint, dead_rows bigint)
         language sql volatile
-        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648, 1, 1 $$
+        as $$ select 'pgqueue.messages_shared'::regclass, 50331648, 1, 1 $$
     """)
     queue = pgqueue.Queue(owner, "a")
 
@@ -237,7 +237,7 @@ def test_prepare_transaction_does_not_compact(
 
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
             # The transaction that is prepared holds its lock, so that no row is written twice.
-            done = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
+            done = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared') c"
             other.execute("set lock_timeout = '20 ms'")
             assert value(other, done) == "busy"
     finally:

@@ -166,7 +166,7 @@ def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
         ("select pgqueue.sweep_staged('0')", (), 0),
         ("select pgqueue.advance_transport(%s)", (other,), 1),
         ("select pgqueue._on_housekeeping_due_schedules(now())", (), ""),
-        ("select pgqueue._remove_expired_results(now())", (), ""),
+        ("select pgqueue._at_housekeeping_results(now())", (), ""),
         (f"select {next_at} < now() + '30 s' from pgqueue._compact_overgrown(now())", (), True),
         ("select count(*) from pgqueue.scheduled_messages where queue_name = %s", (other,), 0),
     ]

@@ -425,7 +425,7 @@ def compacting(own_database: str) -> Iterator[tuple[str, Connection]]:
         yield own_database, connection
 
 
-COMPACT = "select outcome from pgqueue._compact_table('pgqueue.dead_messages', 'pgqueue.dead_messages')"
+COMPACT = "select outcome from pgqueue._compact_table('pgqueue.dead_messages')"
 
 
 def test_no_compaction_begins_while_a_read_runs(compacting: tuple[str, Connection]) -> None:
