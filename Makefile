@@ -170,7 +170,7 @@ test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl,
 	$(MAKE) --no-print-directory -j2 setup .cache/postgres/ready .cache/brokers/kombu && wait $$fetched || { wait; exit 1; }
 	@$(pytest) --numprocesses 0 --collect-only -qq > ../.cache/collected || { cat ../.cache/collected; exit 1; }
 
-test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache/brokers/ready  ## also fetch what only "make test-long" needs
+test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/brokers/ready  ## also fetch what only "make test-long" needs
 
 .cache/debs/ready: test/tools.py
 	@$(PYTHON) test/tools.py debs
@@ -206,10 +206,6 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 
 .cache/brokers/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py brokers && touch $@ || [ -z "$$CI" ]
-
-# Without LLVM the test that counts compilations is skipped and says so; in continuous integration this is an error.
-.cache/llvm/ready: test/tools.py
-	@$(PYTHON) test/tools.py llvm && touch $@ || [ -z "$$CI" ]
 
 # The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
 PARTS = spark clusters soak http consumer engine brokers postgres mutants release

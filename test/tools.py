@@ -1,6 +1,5 @@
 """Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `group long`, `group bench`, `debs`,
-`browser`, `java`, `s3a`, `llvm`, `kombu`, `brokers`, `servers`.
-Standard library only.
+`browser`, `java`, `s3a`, `kombu`, `brokers`, `servers`. Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
 does not need root.
@@ -39,10 +38,6 @@ PLPGSQL_CHECK: dict[str, str | None] = {
 }
 # For the tests with a transaction pool. Not pinned, as security updates replace the versions; apt verifies signatures.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
-# For the test that counts compilations: what compiles plans for PostgreSQL 15, and the libraries that it needs.
-LLVM: dict[str, str | None] = dict.fromkeys(
-    ("postgresql-15", "libllvm14", "libz3-4", "libedit2", "libbsd0", "libmd0", "libffi8", "libxml2", "libicu72")
-)
 # For the programs in Java: the driver, and a compiler, which a runtime may lack.
 JDBC: dict[str, str | None] = dict.fromkeys(("libpostgresql-jdbc-java", "libeclipse-jdt-core-java"))
 # For the tests of Celery, which look for results in Redis. The suites are in the source distributions.
@@ -276,12 +271,6 @@ def java() -> None:
     print(f"Spark runs on {found.home}, {found.version}")
 
 
-def llvm() -> None:
-    """Fetch LLVM, and the library by which PostgreSQL 15 uses it. The servers from npm have neither."""
-    print("Fetching LLVM for PostgreSQL 15: 60 MB", flush=True)
-    fetch_debs(LLVM, "for the test of JIT compilation", "llvm")
-
-
 def kombu() -> None:
     """Fetch the tests of kombu. pip reads the metadata of a source distribution by setuptools, which `dev` has."""
     pip("download", "--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest", CACHE / "brokers", KOMBU)
@@ -374,5 +363,5 @@ if __name__ == "__main__":
     elif sys.argv[1] == "group":
         install(sys.argv[2])
     else:
-        steps = (debs, browser, java, s3a, llvm, kombu, brokers, servers)
+        steps = (debs, browser, java, s3a, kombu, brokers, servers)
         {step.__name__: step for step in steps}[sys.argv[1]]()

@@ -1,19 +1,14 @@
 """Every argument of every function with unusual values: accepted, or refused with the argument's name and a hint."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import psycopg
 import pytest
-from clients import QUIET, Connection
+from clients import Connection
 
-from pgqueue.embedded import EmbeddedServer
 from pgqueue.sql import _VERBS
-
-CACHE = Path(__file__).resolve().parents[3] / ".cache"
 
 # The arguments that accept null.
 MAY_BE_NULL = {
@@ -149,10 +144,10 @@ def good(verb: str, argument: str, kind: str) -> str:
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")
-    if argument in ("body", "bodies", "after_token", "before_id", "archive_for", "worker") or (
-        verb,
-        argument,
-    ) in (("stream_read", "partition"), ("update_result", "error")):
+    if argument in ("body", "bodies", "after_token", "before_id", "archive_for", "worker") or (verb, argument) in (
+        ("stream_read", "partition"),
+        ("update_result", "error"),
+    ):
         return "null"
     by_kind = {
         "jsonb": "'{}'",
@@ -247,84 +242,3 @@ def test_no_argument_breaks_out_of_its_value(arguments: Connection, is_whole: bo
                 if (what := outcome(arguments, statement, argument)) not in ("taken", "refused"):
                     bad[statement] = what
     assert bad == {}
-
-
-# A life of messages with what the calls with valid arguments above do not reach: keys that are taken, free again and
-# replaced, groups, priorities, limits, an archive, the relation of a transport, a schedule.
-LIFE = """
-select pgqueue.create_queue('jit', dedup_window => '0', archive_for => '1 day')
-select pgqueue.enqueue('jit', '1', dedup_key => 'k')
-select pgqueue.ack('jit', id, claim_token) from pgqueue.claim('jit')
-select pgqueue.enqueue('jit', '2', dedup_key => 'k')
-select pgqueue.enqueue('jit', '3', dedup_key => 'k', on_duplicate => 'replace')
-select pgqueue.enqueue('jit', '3', dedup_key => 'k', delay => '1 h', on_duplicate => 'replace')
-select pgqueue.cancel_by_key('jit', 'k')
-select pgqueue.enqueue_batch('jit', '{4,5}', dedup_keys => '{k,l}')
-select pgqueue.enqueue_batch('jit', '{4,5}', dedup_keys => '{k,l}', on_duplicate => 'replace')
-select pgqueue.subscribe('jit.*', 'jit')
-select pgqueue.publish('jit.a', '6', dedup_key => 'k')
-select pgqueue.nack('jit', id, claim_token, '0') from pgqueue.claim('jit')
-select pgqueue.extend_batch('jit', array[id], claim_token) from pgqueue.claim('jit')
-select pgqueue.ack_batch('jit', array[id], claim_token) from pgqueue.claim('jit')
-select pgqueue.reject('jit', id, claim_token) from pgqueue.claim('jit')
-select pgqueue.redrive('jit')
-select pgqueue.exchange('jit', array[id], claim_token) from pgqueue.claim('jit')
-select pgqueue.receive('jit')
-select pgqueue.create_schedule('jit', 'jit', '* * * * *')
-select pgqueue.run_schedule('jit')
-select pgqueue.expose_transport('jit', table_name => 'jit')
-insert into jit (id, headers, body) values (gen_random_uuid(), '{}', '')
-delete from jit where seq = (select min(seq) from jit)
-select pgqueue.create_queue('jit-grouped', group_limit => 2, max_in_flight => 3, rate_limit => 9)
-select pgqueue.enqueue('jit-grouped', '1', group_key => 'a') from generate_series(1, 3)
-select pgqueue.nack('jit-grouped', id, claim_token, '0') from pgqueue.claim('jit-grouped', 2)
-select pgqueue.claim('jit-grouped', 2)
-select pgqueue.stats('jit-grouped')
-select pgqueue.create_queue('jit-prior', priorities => true)
-select pgqueue.enqueue('jit-prior', '1', priority => 5)
-select pgqueue.claim('jit-prior')
-select pgqueue.sweep_queue('jit')
-select pgqueue.doctor()
-select pgqueue.drop_queue('jit')
-"""
-
-
-@pytest.fixture
-def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A PostgreSQL 15 that compiles plans: the one of npm, with the library of Debian that uses LLVM."""
-    source, llvm = CACHE / "postgres/node_modules/pg15/native", CACHE / "llvm/root/usr/lib"
-    libraries = llvm / "x86_64-linux-gnu"
-    if not (source.exists() and libraries.exists()):
-        lacking = "PostgreSQL 15 or LLVM is missing: make test-long-tools fetches them on Debian 12"
-        pytest.fail(lacking) if os.environ.get("CI") else pytest.skip(lacking)
-    provider = tmp_path / "lib/postgresql"
-    provider.mkdir(parents=True)
-    for name in ("bin", "share"):
-        (tmp_path / name).symlink_to(source / name)
-    for file in source.glob("lib/*"):
-        if file.name != provider.name:
-            (provider.parent / file.name).symlink_to(file)
-    for file in (*source.glob("lib/postgresql/*"), *llvm.glob("postgresql/15/lib/llvmjit*")):
-        (provider / file.name).symlink_to(file)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
-    settings = QUIET | {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "all"}
-    with EmbeddedServer(bindir=tmp_path / "bin", durable=False, settings=settings) as server:
-        yield server.dsn
-
-
-@pytest.mark.long(part="postgres")
-def test_no_statement_of_a_verb_is_compiled(compiling: str) -> None:
-    """house.sql shows that every verb switches it off. Here PostgreSQL would compile each plan that it may."""
-    with psycopg.connect(compiling, autocommit=True) as owner:
-        owner.execute("create extension pgqueue; create extension pg_stat_statements")
-    with queues(compiling) as connection:
-        connection.execute("select pg_stat_statements_reset()")
-        connection.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
-        # channel is one expression, which the statement of the caller evaluates.
-        called = [verb for verb in VERBS if verb.name not in {*ALONE, "channel"}]
-        assert {outcome(connection, verb.call(), "") for verb in called} == {"taken"}
-        for statement in LIFE.strip().splitlines():
-            connection.execute(statement.encode())
-        compiled = "select query from pg_stat_statements where jit_functions > 0 and"
-        assert connection.execute(f"{compiled} toplevel limit 1").fetchall() != []
-        assert connection.execute(f"{compiled} not toplevel").fetchall() == []
