@@ -48,16 +48,7 @@ _numbers = count(1)
 
 
 # The groups that take longest come first, by the start of their names, so that none of them ends alone.
-FIRST = (
-    "spark",
-    "http",
-    "test_scenarios",
-    "test_consumer",
-    "test_cli",
-    "test_http",
-    "test_embedded",
-    "test_spark",
-)
+FIRST = ("spark", "http", "test_scenarios", "test_consumer", "test_cli", "test_http", "test_embedded", "test_spark")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -46,12 +46,7 @@ def shell(script: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     ids=["drop", "purge", "dead purge"],
 )
 def test_nothing_is_deleted_without_confirmation(
-    cli: Cli,
-    orders: pgqueue.Queue,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    question: str,
-    said: str,
+    cli: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch, words: list[str], question: str, said: str
 ) -> None:
     kill_letters(orders, 1)
     orders.enqueue(1)

@@ -434,8 +434,7 @@ def test_one_signal_ends_the_process_although_a_handler_ignores_its_cancellation
 
 
 @pytest.mark.parametrize(
-    ("handler", "options"),
-    [("never", []), ("never_async", ["--mode", "receive"]), ("gate_async", ["--transactional"])],
+    ("handler", "options"), [("never", []), ("never_async", ["--mode", "receive"]), ("gate_async", ["--transactional"])]
 )
 def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
     orders: pgqueue.Queue, shop: Path, handler: str, options: list[str]

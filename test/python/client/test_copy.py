@@ -84,10 +84,7 @@ def test_enqueue_copy_stores_every_field_of_a_new_message(queue: Any) -> None:
     message_id = uuid4()
     expires_at = datetime.now(UTC) + timedelta(days=1)
     queue.enqueue_copy(
-        [
-            NewMessage({"a": 1}, headers={"kind": "\t\\N"}, expires_at=expires_at, message_id=message_id),
-            NewMessage(0),
-        ]
+        [NewMessage({"a": 1}, headers={"kind": "\t\\N"}, expires_at=expires_at, message_id=message_id), NewMessage(0)]
     )
     first, second = queue.claim(10)
     assert (first.payload, first.headers) == ({"a": 1}, {"kind": "\t\\N"})

@@ -21,14 +21,7 @@ from clients import PATIENCE, wait_for
 from commands import COMMAND, Done, environment, in_process, keepers, run, running
 
 import pgqueue
-from pgqueue.embedded import (
-    EmbeddedServer,
-    EmbeddedServerError,
-    _locked,
-    _packaged_bindir,
-    default_home,
-    shared_server,
-)
+from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, _packaged_bindir, default_home, shared_server
 
 pytestmark = pytest.mark.usefixtures("quick_initdb", "no_other_database")
 REAL_PROGRAMS = _packaged_bindir()

@@ -243,9 +243,7 @@ def lock(session: Connection, message: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "is_taken"),
-    [(PAIR[0], True), (ASYNC_LEASE, False), (OTHER_PAIR[0], False), (SYNC_LEASE, True)],
-    ids=str,
+    ("form", "is_taken"), [(PAIR[0], True), (ASYNC_LEASE, False), (OTHER_PAIR[0], False), (SYNC_LEASE, True)], ids=str
 )
 def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
     case: Case, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -205,11 +205,7 @@ def test_a_policy_that_exceeds_the_time_limit_does_not_decide(case: Case, hang: 
 
 
 def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
-    database: str,
-    connection: Connection,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(timings, "late_after", 0.001)
     queue = prepare(connection, name)

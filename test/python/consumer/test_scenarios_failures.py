@@ -12,20 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import wait_for
-from consumers import (
-    CROSSED,
-    LONG,
-    MIXED,
-    NOW,
-    OTHER_PAIR,
-    SECOND,
-    THREADS,
-    Case,
-    Step,
-    each_of,
-    failing,
-    together,
-)
+from consumers import CROSSED, LONG, MIXED, NOW, OTHER_PAIR, SECOND, THREADS, Case, Step, each_of, failing, together
 
 from pgqueue import Reject, Retries, Retry
 

@@ -321,11 +321,7 @@ def test_the_start_and_the_decisions_of_a_handler_are_logged_in_one_line_each(
             " the next attempt follows in 0 s",
             None,
         ),
-        (
-            "INFO",
-            f"{case.name}: message {second}, attempt 1: Reject: no such order; there is no further attempt",
-            None,
-        ),
+        ("INFO", f"{case.name}: message {second}, attempt 1: Reject: no such order; there is no further attempt", None),
     ]
     assert dead.headers is not None
     assert dead.headers["pgqueue.exception_type"] == "pgqueue.Reject"

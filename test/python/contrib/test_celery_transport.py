@@ -207,10 +207,7 @@ def test_a_queue_of_a_process_that_is_gone_is_dropped_although_it_gets_messages(
 
 
 def task(eta: datetime | None, **properties: Any) -> dict[str, Any]:
-    return {
-        "headers": {"task": "shop.add", "id": str(uuid4()), "eta": eta and eta.isoformat()},
-        **properties,
-    }
+    return {"headers": {"task": "shop.add", "id": str(uuid4()), "eta": eta and eta.isoformat()}, **properties}
 
 
 @pytest.mark.parametrize(

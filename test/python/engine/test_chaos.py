@@ -215,17 +215,10 @@ FAST = ("plain", "group_limit", "group_limit of 3", "priorities", "altered")
     ids=["short", "at length"],
 )
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.long(part="soak")) for kind in SETTINGS],
+    "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.long(part="soak")) for kind in SETTINGS]
 )
 def test_a_queue_keeps_its_promises_although_sessions_die(
-    database: str,
-    connection: Connection,
-    name: str,
-    kind: str,
-    sessions: int,
-    rounds: int,
-    seed: int | None,
+    database: str, connection: Connection, name: str, kind: str, sessions: int, rounds: int, seed: int | None
 ) -> None:
     seed = new_seed() if seed is None else seed
     chance, settings = random.Random(seed), SETTINGS[kind]

@@ -10,12 +10,7 @@ import pytest
 from clients import Connection, connect
 from psycopg.conninfo import make_conninfo
 
-HEADERS = {
-    r'{"a":"\u20ac"}': None,
-    r'{"a":"\ud83d"}': None,
-    r'{"a":"\u0000"}': None,
-    r'{"a":"\u0041\u0020"}': "A ",
-}
+HEADERS = {r'{"a":"\u20ac"}': None, r'{"a":"\ud83d"}': None, r'{"a":"\u0000"}': None, r'{"a":"\u0041\u0020"}': "A "}
 
 
 # What an installation meets. grants.sql has all settings of a session, for each verb.

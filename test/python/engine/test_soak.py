@@ -183,8 +183,7 @@ AT_LEAST_ONCE: dict[str, tuple[Spoil, set[str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("exactly_once", "name"),
-    [*((True, name) for name in EXACTLY_ONCE), *((False, name) for name in AT_LEAST_ONCE)],
+    ("exactly_once", "name"), [*((True, name) for name in EXACTLY_ONCE), *((False, name) for name in AT_LEAST_ONCE)]
 )
 def test_the_checker_reports_each_kind_of_violation(exactly_once: bool, name: str) -> None:
     history = good(exactly_once)

@@ -10,16 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
-from served import (
-    SERVICE,
-    DirectQueue,
-    Server,
-    code_of,
-    configuration,
-    in_process,
-    locked,
-    new_name,
-)
+from served import SERVICE, DirectQueue, Server, code_of, configuration, in_process, locked, new_name
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
 

@@ -352,15 +352,7 @@ def test_the_table_marks_each_estimated_figure() -> None:
 def test_the_page_works_behind_a_path_prefix(web: Server, queue: str) -> None:
     """Behind a proxy that strips a path prefix, no link may be relative to the root."""
     place = web.place(queue)
-    paths = (
-        "/",
-        "/page/queues",
-        "/create",
-        "/health",
-        "/queue",
-        "/queue/settings",
-        "/queue/schedules",
-    )
+    paths = ("/", "/page/queues", "/create", "/health", "/queue", "/queue/settings", "/queue/schedules")
     pages = [web.get(path, params=place) for path in paths]
     pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))
     leads = [lead for page in pages for lead in re.findall(r'(?:href|src|action|data-live)="([^"]*)"', page.text)]

@@ -107,11 +107,7 @@ def test_a_schedule_of_another_queue_is_not_found(queue: DirectQueue, sql: psyco
         assert failure(absent) == (404, "schedule_not_found", "name")
     assert schedules(other) == before
     assert schedules(queue) == []
-    assert failure(other.post("create_schedule", {"name": name, "cron": "@daily"})) == (
-        409,
-        "schedule_exists",
-        "name",
-    )
+    assert failure(other.post("create_schedule", {"name": name, "cron": "@daily"})) == (409, "schedule_exists", "name")
 
 
 @pytest.mark.parametrize(

@@ -229,11 +229,7 @@ def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_tw
 
 
 def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released_executors_lose_no_rows(
-    cluster: Cluster,
-    client: Client,
-    database: str,
-    connection: Connection,
-    name: str,
+    cluster: Cluster, client: Client, database: str, connection: Connection, name: str
 ) -> None:
     faults = {
         f"{name}-released": ("read", "outlast an executor"),

@@ -285,8 +285,7 @@ def test_partitions_have_the_same_number_of_messages_although_ids_have_holes(
     sent = queue.enqueue_batch([1] * 400)
     # One old message, a hole, and a cluster at the end.
     connection.execute(
-        "delete from pgqueue.messages where queue_name = %s and id between %s and %s",
-        [queue.name, sent[1], sent[299]],
+        "delete from pgqueue.messages where queue_name = %s and id between %s and %s", [queue.name, sent[1], sent[299]]
     )
     reader, parts = planned(dsn=database, queue=queue.name, numPartitions="4")
     assert [len(read(reader, part)) for part in parts] == [25, 25, 25, 26]

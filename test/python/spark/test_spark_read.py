@@ -440,9 +440,7 @@ def test_no_compaction_begins_while_a_read_runs(compacting: tuple[str, Connectio
     wait_for(lambda: connection.execute(COMPACT).fetchone() == ("compacted",))
 
 
-def test_a_read_that_begins_during_a_compaction_returns_every_message(
-    compacting: tuple[str, Connection],
-) -> None:
+def test_a_read_that_begins_during_a_compaction_returns_every_message(compacting: tuple[str, Connection]) -> None:
     database, connection = compacting
     reader = reader_of(database, "q", "payload string", source="all", numPartitions="1")
     (partition,) = reader.partitions()
