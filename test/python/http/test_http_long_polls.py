@@ -18,17 +18,7 @@ import psycopg
 import pytest
 from clients import PATIENCE
 from consumers import waits
-from served import (
-    ADMIN,
-    SERVICE,
-    DirectQueue,
-    Server,
-    code_of,
-    in_process,
-    locked,
-    new_name,
-    waiters,
-)
+from served import ADMIN, SERVICE, DirectQueue, Server, code_of, in_process, locked, new_name, waiters
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
 
@@ -176,10 +166,7 @@ def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: ps
 
 
 def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
-    with (
-        httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client,
-        pytest.raises(httpx.ReadTimeout),
-    ):
+    with httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
         client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=httpx.Timeout(PATIENCE, read=0.5))
     queue.send(1)
     assert len(queue.claim(wait_seconds=20)) == 1
@@ -213,10 +200,11 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
 
 @pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
 def test_messages_claimed_for_a_disconnected_client_are_released(
-    queue: DirectQueue, wait_seconds: int, path: str | None
+    queue: DirectQueue, sql: psycopg.Connection[Any], wait_seconds: int, path: str | None
 ) -> None:
     """The client disconnects while a lock delays its claim; the messages already exist."""
-    body = {"queue_names": [queue.name]} if path else {}
+    sql.execute("select pgqueue.create_queue(%s)", [empty := f"{queue.name}-empty"])
+    body = {"queue_names": [empty, queue.name]} if path else {}
     sent = queue.send(1, 2)
     with (
         locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
