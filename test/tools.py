@@ -54,7 +54,7 @@ REDIS: dict[str, str | None] = dict.fromkeys(
     )
 )
 KOMBU = "kombu==5.7.0"
-BROKER_SUITES = ("celery==5.7.0", "django==6.1.3", "django-tasks-db==0.13.0")
+BROKER_SUITES = ("celery==5.7.0", "django==6.1.3")
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -277,7 +277,7 @@ def kombu() -> None:
 
 
 def brokers() -> None:
-    """Fetch the tests of Celery, Django and django-tasks-db, and a server of Redis for them."""
+    """Fetch the tests of Celery and Django, and a server of Redis for them."""
     home = fetch_debs(REDIS, "for the tests of Celery", "brokers").parent
     # Django 6 needs a later Python than the package. Only its tests are used.
     pip("download", "--no-deps", "--no-binary=:all:", "--ignore-requires-python", "--dest", home, *BROKER_SUITES)

@@ -253,19 +253,6 @@ def test_topics_groups_schedules_and_the_relation_of_a_transport_work_as_shown(p
     assert psql(pasted[0], expose.code).splitlines()[1:] == ['"public"."Invoicing"', "1"]
 
 
-def test_the_command_line_works_on_the_private_server(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing exists there but what is pasted."""
-    person = Pasting("", tmp_path, monkeypatch)
-    person.variables = {"PGQUEUE_HOME": str(home)}
-    (block,) = (block for block in blocks("README.md", "sh") if "pgqueue send" in block.code)
-    person.paste(block)
-    # Two handlers print at the same time, and Python writes the end of a line separately.
-    assert sorted(re.findall(r"ships \d+", person.out)) == ["ships 1001", "ships 1002"]
-    assert "no dead letters" in person.out
-
-
 @pytest.mark.long(part="release")
 def test_the_tutorial_runs_from_the_first_line_to_the_last(home: Path, tmp_path: Path) -> None:
     script = "".join(block.code for block in blocks(TUTORIAL, "sh"))

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(75);
+select plan(82);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -188,6 +188,44 @@ end;
 $$;
 select * from pg_temp.records_first_keys('shared', false);
 select * from pg_temp.records_first_keys('dedicated', true);
+
+-- Calls that look at a queue record, too: once a second, and not in a read-only transaction.
+create function pg_temp.records(call text, resume_id int) returns text language plpgsql as $$
+declare
+    recorded text := '';
+    now_recorded constant text := $q$ select s.recorded_at = pgqueue._now() from pgqueue.sweep_state s where s.queue_name = 'looks' $q$;
+    is_recorded boolean := false;
+begin
+    perform pg_temp.pass('1.1 s'), setval(q.sweep_resume_id, resume_id), setval(q.fresh_from_id, s.settled_id + 1000)
+    from pgqueue.queues q join pgqueue.sweep_state s on s.queue_name = q.name where q.name = 'looks';
+    begin
+        perform set_config('transaction_read_only', 'on', true);
+        if call !~ 'prepare_wait' then  -- it sets a register
+            execute call;
+        end if;
+        execute now_recorded into is_recorded;
+        raise exception using errcode = 'ZZ000';
+    exception when sqlstate 'ZZ000' then
+        recorded := format('%s in a read-only transaction', is_recorded);
+    end;
+    execute call;
+    execute now_recorded into is_recorded;
+    recorded := format('%s, %s after a second', recorded, is_recorded);
+    perform pg_temp.pass('0.9 s');
+    execute call;
+    execute now_recorded into is_recorded;
+    return format('%s, %s before', recorded, is_recorded);
+end;
+$$;
+select pgqueue.create_queue('looks') \g /dev/null
+select is(pg_temp.records(format('select pgqueue.%s', call), 2), 'f in a read-only transaction, t after a second, f before',
+    call || ' records where the queue has no rows, if the last sweep has read removed ones')
+from unnest(array['peek(''looks'')', 'next_due_at(''looks'')', 'prepare_wait(''looks'')', 'stats(''looks'')']) as call;
+select pgqueue.enqueue_batch('looks', array_fill('1'::jsonb, array[10000])) \g /dev/null
+delete from pgqueue.messages where queue_name = 'looks';
+select is(pg_temp.records(format('select pgqueue.%s', call), 1), 'f in a read-only transaction, t after a second, f before',
+    call || ' records where the queue has no rows, if it has read many pages itself')
+from unnest(array['peek(''looks'')', 'next_due_at(''looks'')', 'stats()']) as call;
 
 select is(pgqueue._clamp_due_at(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
 select is(pgqueue._clamp_due_at(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '100 ms', 'a due time in the past becomes 100 ms ago');

@@ -2,7 +2,10 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import fields
+from datetime import datetime
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -20,6 +23,7 @@ class Function(NamedTuple):
     arguments: dict[str, str]
     defaults: int
     is_set: bool
+    kind: str
     columns: list[str]
 
     @property
@@ -37,6 +41,7 @@ def functions(connection: psycopg.Connection[Any]) -> list[Function]:
             from unnest(p.proargtypes) with ordinality as a (oid, n) join pg_type t using (oid)
             where t.typname <> 'caller' order by a.n
         ), p.pronargdefaults - cardinality(array_positions(coalesce(p.proargnames, '{}'), 'caller')), p.proretset,
+        format_type(p.prorettype, null),
         array(
             select a.attname::text from pg_attribute a join pg_type t on t.typrelid = a.attrelid
             where t.oid = p.prorettype and a.attnum > 0 and not a.attisdropped order by a.attnum
@@ -85,6 +90,21 @@ def test_methods_have_the_arguments_of_the_functions(client: type, functions: li
         given = [parameter.default is inspect.Parameter.empty for parameter in parameters]
         assert given == [place < required for place in range(len(arguments))], function.name
         assert all(parameter.default is None for parameter in parameters[required:]), function.name
+
+
+@pytest.mark.parametrize("client", [pgqueue.Queue, pgqueue.AsyncQueue, pgqueue.Queues, pgqueue.AsyncQueues])
+def test_methods_return_what_the_functions_return(client: type, functions: list[Function]) -> None:
+    kinds = {"boolean": bool, "bigint": int, "integer": int, "text": str, "uuid": UUID, "void": type(None)}
+    kinds["timestamp with time zone"] = datetime
+    for function in functions:
+        if method := methods(client).get(function.name):
+            hint = get_type_hints(method)["return"]
+            kind = (get_args(hint) or (hint,))[0]
+            if function.columns:
+                assert [field.name for field in fields(kind)] == function.columns, function.name
+            else:
+                assert kind is kinds[function.kind], function.name
+            assert get_origin(hint) is not list or function.is_set, function.name
 
 
 def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import psycopg
 import pytest
 from celeries import shop, worker
 from clients import PATIENCE, Connection, free_port, wait_for
-from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -49,23 +47,6 @@ def wait_for_more(sent: list[str]) -> None:
     wait_for(lambda: len(sent) > before + 20)
 
 
-def test_a_task_of_ten_timeouts_runs_once_and_one_of_a_killed_worker_twice(
-    app: Any, database: str, name: str, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True, "broker_transport_options": OPTIONS}
-    with worker(database, tmp_path, "-c", "1", **settings) as first:
-        task = app.send_task("celery_tasks.sleep", (10 * TIMEOUT,))
-        wait_for(lambda: starts(first.lines()))
-        with worker(database, tmp_path, "-c", "1", **settings):
-            assert task.get(timeout=PATIENCE)
-        lost = app.send_task("celery_tasks.sleep", (PATIENCE,))
-        wait_for(lambda: len(starts(first.lines())) == 2)
-        with worker(database, tmp_path, "-c", "1", **settings):
-            first.kill()
-            assert lost.get(timeout=PATIENCE)
-        assert starts(first.lines()) == [[task.id, "False"], [lost.id, "False"], [lost.id, "True"]]
-
-
 def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
     app: Any, database: str, name: str, tmp_path: Path, connection: Connection
 ) -> None:
@@ -79,22 +60,6 @@ def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
         running.stop()
         assert running.lines()[-1] == f"end {task.id}"
     assert [message.attempt_count for message in queue.browse()] == [0, 0, 0]
-
-
-def test_an_idle_worker_holds_no_task_that_is_due_later(
-    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
-) -> None:
-    queue = pgqueue.Queue(connection, name)
-    with worker(database, tmp_path, "-c", "1", task_default_queue=name) as running:
-        eta = datetime.now(UTC) + timedelta(hours=1)
-        with app.producer_pool.acquire() as producer:
-            for _ in range(10_000):
-                app.send_task("celery_tasks.add", (1, 1), eta=eta, producer=producer, ignore_result=True)
-        assert app.send_task("celery_tasks.add", (1, 1)).get(timeout=PATIENCE) == 2  # It has looked.
-        inspect = app.control.inspect(destination=[running.name], timeout=PATIENCE)
-        inspect.limit = 1  # the answers to wait for
-        assert inspect.scheduled() == {running.name: []}
-        assert (queue.stats().scheduled_messages, queue.stats().inflight_messages) == (10_000, 0)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -151,18 +116,6 @@ def test_two_versions_of_an_app_share_a_queue(
             # A redrive reaches either worker.
             wait_for(lambda: queue.redrive() == 0 and len(later.lines()) == 10)
             assert sorted(later.lines()) == [f"later {number}" for number in range(10)]
-
-
-def test_results_can_be_stored_in_the_database_of_the_broker(
-    database: str, name: str, tmp_path: Path, connection: Connection
-) -> None:
-    stored = "db+postgresql+psycopg://{user}@/{dbname}?host={host}".format_map(conninfo_to_dict(database))
-    with (
-        shop(database, task_default_queue=name, result_backend=stored) as app,
-        worker(database, tmp_path, "-P", "solo", task_default_queue=name, result_backend=stored),
-    ):
-        assert app.send_task("celery_tasks.add", (1, 2)).get(timeout=PATIENCE) == 3
-    connection.execute("drop table celery_taskmeta, celery_tasksetmeta")
 
 
 def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str, tmp_path: Path) -> None:

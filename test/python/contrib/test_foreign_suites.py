@@ -1,11 +1,10 @@
-"""The tests of kombu, Celery and django-tasks-db; test_django_6.py has those of Django."""
+"""The tests of kombu and Celery; test_django_6.py has those of Django."""
 
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import django
 import pytest
 from celeries import broker_url
 from clients import free_port, wait_for
@@ -104,17 +103,3 @@ def test_no_test_of_celery_fails_that_passes_with_redis(
     assert "passed" in outcomes.values() or file == "test_security.py"  # Its only test is expected to fail.
     if failed:
         assert "passed" not in run(home, own_database, *words, *failed, TEST_BROKER=at, **both).values()
-
-
-@long
-def test_the_tests_of_django_tasks_db_pass(unpacked: Unpacked, own_database: str) -> None:
-    home = unpacked("django_tasks_db")
-    (home / "tests/__init__.py").touch()
-    # The distribution lacks the tasks. Those of Django are the same.
-    tasks = (unpacked("django") / "tests/tasks/tasks.py").read_text().replace("This Task", "This task")
-    package = "django.tasks" if django.VERSION >= (6,) else "django_tasks"
-    (home / "tests/tasks.py").write_text(tasks.replace("django.tasks", package))
-    outcomes = run(
-        home, own_database, "--pyargs", "django_suites", APPS="django_tasks_db", DJANGO_ALLOW_ASYNC_UNSAFE="1"
-    )
-    assert (len(outcomes), set(outcomes.values())) == (30, {"passed"})

@@ -57,44 +57,6 @@ def test_parallel_senders_add_one_message_for_each_key(
     assert sorted((given, key) for key, given in first.items()) == sorted(rows)
 
 
-@pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
-def test_a_key_has_at_most_one_living_message(
-    database: str, connection: Connection, name: str, senders: int, number: int
-) -> None:
-    pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(0), backoff_base=timedelta(0))
-    look = """
-        select m.payload, array_agg(m.id)
-        from (
-            select payload, id from pgqueue.messages where queue_name = %(name)s
-            union all
-            select payload, id from pgqueue.scheduled_messages where queue_name = %(name)s
-        ) m
-        group by m.payload having count(*) > 1
-    """
-
-    def work(place: int) -> None:
-        chance = random.Random(place)
-        with connect(database) as own:
-            mine = pgqueue.Queue(own, name)
-            for _ in range(number // 2):
-                keys = [chance.randrange(20) for _ in range(chance.choice([1, 5, 20]))]
-                match chance.randrange(10):
-                    case 0:
-                        mine.cancel_by_key(str(keys[0]))
-                    case 1 | 2:
-                        mine.enqueue(keys[0], dedup_key=str(keys[0]))
-                    case 3 | 4:
-                        mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
-                    case _:
-                        for message in mine.claim(chance.choice([1, 5])):
-                            assert message.claim_token is not None
-                            settle = mine.nack if chance.random() < 0.3 else mine.ack
-                            settle(message.id, message.claim_token)
-                assert own.execute(look, {"name": name}).fetchall() == []
-
-    in_parallel(senders, work)
-
-
 @pytest.mark.parametrize("cancels", [False, True])
 def test_parallel_replacements_leave_one_message_and_do_not_deadlock_with_cancellations(
     database: str, connection: Connection, name: str, cancels: bool

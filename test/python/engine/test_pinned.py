@@ -1,7 +1,6 @@
 """The cost of calls while a transaction pins the xmin horizon, after many messages have come back to their queue."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -159,98 +158,3 @@ def test_stats_and_doctor_skip_removed_messages_above_a_backlog(churned: Connect
         churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
         # 706 beside no removed message, 919 here. To read the removed ones takes more than 10,000.
         assert buffers(churned, f"select * from {call}") <= 1400
-
-
-# Four sessions send, return for 10 ms, claim again and acknowledge, until nothing is left.
-WORK = """
-create procedure work(rounds int, batch int) language plpgsql as $$
-declare
-    ids bigint[];
-    token uuid;
-begin
-    set pgqueue.compaction = off;
-    for round in 1..rounds loop
-        perform pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[batch]));
-        commit;
-        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
-        commit;
-        perform pgqueue.nack('orders', i, token, '10 ms') from unnest(ids) as i;
-        commit;
-        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
-        commit;
-        perform pgqueue.ack_batch('orders', ids, token) where ids is not null;
-        commit;
-    end loop;
-    while exists (select from pgqueue.scheduled_messages) or exists (select from pgqueue.messages) loop
-        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
-        commit;
-        perform pgqueue.ack_batch('orders', ids, token) where ids is not null;
-        commit;
-    end loop;
-end $$
-"""
-READERS = ["pgqueue.peek('orders')", "pgqueue.next_due_at('orders')", "pgqueue.prepare_wait('orders')"]
-READERS += ["pgqueue.stats('orders')", "pgqueue.stats()"]
-
-
-@pytest.mark.parametrize(
-    ("batch", "rounds", "calls"),
-    [
-        (1, 100, READERS[:1]),
-        (10, 50, READERS[1:2]),
-        (10, 50, READERS[4:]),
-        (100, 20, READERS[3:4]),
-        # Of so many rows, one of the calls alone does not record enough for the others.
-        pytest.param(100, 250, READERS, marks=pytest.mark.long(part="engine")),
-    ],
-    ids=lambda param: str(param[0]) if isinstance(param, list) else None,
-)
-def test_calls_skip_removed_rows_one_second_after_the_last_write(
-    own_database: str, batch: int, rounds: int, calls: list[str]
-) -> None:
-    with connect(own_database) as connection, psycopg.connect(own_database) as pin:
-        connection.execute("set pgqueue.compaction = off")
-        connection.execute("select pgqueue.create_queue('orders', max_attempts => 100)")
-        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        pin.execute("select pg_current_xact_id()")
-        connection.execute(WORK.encode())
-
-        def work(_: int) -> None:
-            with connect(own_database) as session:
-                session.execute("call work(%s, %s)", (rounds, batch))
-
-        with ThreadPoolExecutor(4) as pool:
-            assert len([*pool.map(work, range(4))]) == 4
-        # The ids that the claims have recorded are forgotten, so that something is left to record.
-        connection.execute(
-            "update pgqueue.sweep_state"
-            " set vacant_ids = default, first_id = default, settled_id = default, recorded_at = default"
-        )
-        # The last sweep has read many pages. So the first call records, and reads the removed rows of a page together.
-        connection.execute("select setval(q.sweep_resume_id, 2) from pgqueue.queues q")
-        with connection.transaction(force_rollback=True):
-            first = buffers(connection, f"select * from {READERS[0]}")
-            assert (batch, rounds) != (100, 20) or first <= 30000  # 16,500 at most, 44,000 without
-        # Of two claims at a time the slower one may set the register back.
-        connection.execute("select setval(q.fresh_from_id, 1) from pgqueue.queues q")
-
-        def is_changed_by(calls: list[str]) -> bool:
-            """Whether the calls record anything, some of them more than a second after the last record."""
-            state = "select s::text from pgqueue.sweep_state s"
-            before, since = value(connection, state), value(connection, "select clock_timestamp()")
-            for _ in range(2):
-                for call in calls:
-                    connection.execute(f"select * from {call}".encode())
-                wait_for(lambda: value(connection, "select clock_timestamp() > %s + interval '1 s'", since))
-            return bool(value(connection, state) != before)
-
-        with connection.transaction():
-            connection.execute("set transaction read only")  # as on a standby
-            assert not is_changed_by([READERS[0], READERS[1], READERS[3]])
-        # They record once, or several times if that takes long.
-        assert is_changed_by(calls)
-        wait_for(lambda: not is_changed_by(calls))
-        for call in [*READERS, "pgqueue.claim('orders')"]:
-            connection.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
-            assert buffers(connection, f"select * from {call}") <= 200, call
-        assert not is_changed_by(READERS)

@@ -227,23 +227,6 @@ def test_timestamps_beyond_python_become_the_first_or_the_last(
     assert queue.web.get("/queue", params=queue.web.place(queue.name)).text.count("sent <time") == 2
 
 
-def test_all_dead_letters_are_redriven(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    def die() -> list[int]:
-        nack = "select pgqueue.nack(%s, id, claim_token) from pgqueue.claim(%s, 1500)"
-        while sql.execute(nack, [queue.name, queue.name]).fetchone():  # one claim makes about 1,000 due messages ready
-            pass
-        return [
-            row[0] for row in sql.execute("select id from pgqueue.dead_messages where queue_name = %s", [queue.name])
-        ]
-
-    sql.execute("select pgqueue.alter_queue(%s, max_attempts => 1)", [queue.name])
-    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[1500]))", [queue.name])
-    ids = die()
-    assert queue.post("redrive", {"ids": ids}).json() == {"count": 1500}
-    die()
-    assert queue.post("redrive", {}).json() == {"count": 1500}
-
-
 def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, tmp_path: Path) -> None:
     """The target and the control database have the encoding. The server has its own broker, so no other agent takes its
     tasks.

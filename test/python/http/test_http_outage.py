@@ -243,20 +243,6 @@ def test_a_recreated_database_gets_its_tables_again(site: Site, server: str, tmp
             web.until(works)
 
 
-def test_a_statement_that_waits_too_long_for_a_lock_is_503(site: Site, tmp_path: Path) -> None:
-    name = new_name()
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        connection.execute(install_script().encode())
-        connection.execute("select pgqueue.create_queue(%s)", [name])
-    config = site.configuration(tmp_path, limits={"database_seconds": 2, "request_seconds": 600})
-    with in_process(config) as web:
-        with locked(site.target, "lock table pgqueue.messages in access exclusive mode"):
-            answer = enqueue(web, name)
-            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-            assert answer.json()["error"]["code"] in ("timeout", "transaction_conflict")
-        web.until(lambda: enqueue(web, name).status_code == 201)
-
-
 async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site) -> None:
     """One statement for all rows could exceed its timeout, so each deletes a thousand."""
     from pgqueue.http.databases import Databases

@@ -158,27 +158,6 @@ def test_a_dead_letter_is_shown_with_error_headers_and_history(
     expect(page).to_have_title(f"{name} – pgqueue")  # no script in a message was run
 
 
-def test_dead_letters_are_redriven_and_deleted_after_confirmation(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
-) -> None:
-    def figures() -> list[tuple[int, int]]:
-        return sql.execute("select dead_messages, ready_messages from pgqueue.stats(%s)", [name]).fetchall()
-
-    ids = dead_letters(sql, name, "one", "two", "three")
-    page = web.get("/queue", params=at)
-    assert texts(follow(web, page, "Redrive all…"), "h1") == [f"Redrive all dead letters of {name}?"]
-    assert figures() == [(3, 0)]
-    page = submit(web, follow(web, page, f"Redrive {ids[0]}…"), "Redrive")
-    assert texts(page, DONE) == ["Redriven: 1 dead letter"]
-    assert figures() == [(2, 1)]
-    asked = follow(web, page, "Delete all…")
-    assert "This deletes them permanently." in asked.text
-    page = submit(web, asked, "Delete")
-    assert texts(page, DONE) == ["Deleted: 2 dead letters"]
-    assert "No dead letters." in page.text
-    assert figures() == [(0, 1)]
-
-
 def test_the_page_works_by_keyboard(page: "Page", queue: str, sql: psycopg.Connection[Any]) -> None:
     def focused() -> str:
         return str(

@@ -136,15 +136,6 @@ def test_lists_and_figures_show_only_what_the_user_sees(web: Server) -> None:
     assert (answer.status_code, code(answer)) == (403, "forbidden")
 
 
-def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: Server) -> None:
-    web.create("parts", database_name=web.site.databases[1])
-    ours, theirs = (f"{web.queues}/{name}" for name in ("parts", "order-1"))
-    assert web.get(ours, auth=("elsewhere", ADMIN[1])).status_code == 200
-    assert web.get(theirs, auth=("elsewhere", ADMIN[1])).status_code == 404
-    task = web.post(f"{theirs}/stats").json()["task_id"]
-    assert web.get(f"{theirs}/stats", params={"task_id": task}, auth=("elsewhere", ADMIN[1])).status_code == 404
-
-
 def test_a_pattern_is_a_name_or_the_begin_of_names() -> None:
     from pgqueue.http.security.rights import Right
 

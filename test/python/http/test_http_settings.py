@@ -123,19 +123,6 @@ def basic(name: str, password: str) -> str:
     return httpx.BasicAuth(name, password)._auth_header
 
 
-def test_only_the_right_password_authenticates() -> None:
-    async def run() -> None:
-        authenticator = Authenticator({"admin": HASH, "empty": hash_password("")})
-        for _ in range(2):
-            assert await authenticator.user(basic("admin", "password")) == "admin"
-        for wrong in ("", "Password", "password ", "password\x00", "passwor", "p" * 300):
-            assert await authenticator.user(basic("admin", wrong)) is None
-        assert await authenticator.user(basic("nobody", "password")) is None
-        assert await authenticator.user(basic("ADMIN", "password")) is None
-
-    asyncio.run(run())
-
-
 HASHED_BEFORE = {name: HASH.replace(":16384:", ":1024:") for name in ("admin", "other")}  # not by this process
 
 
