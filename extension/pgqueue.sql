@@ -4175,12 +4175,19 @@ gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[] language plpgsql stable as $$
 declare
-    -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
-    fresh_from_id constant bigint := case
-        when q.group_limit is null then coalesce(pg_sequence_last_value(q.fresh_from_id), 1) else 9223372036854775807 end;
+    fresh_from_id constant bigint := case when q.group_limit is null then coalesce(pg_sequence_last_value(q.fresh_from_id), 1) end;
     -- The highest bigint has no successor.
     from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin
+    if q.group_limit is not null then
+        -- Claims pass messages whose groups wait, so the register tells nothing about those with an attempt.
+        return array(
+            select m.id from pgqueue.messages m
+            where m.kind = q.kind and m.queue_name || '' = q.name and m.attempt_count > 0 and m.id + 0 >= from_id
+                and pgqueue._is_spent(m, at)
+            order by m.id limit wanted
+        );
+    end if;
     return array(
         select distinct w.id
         from (
@@ -7606,7 +7613,7 @@ language sql volatile as $$
     ) d
     cross join lateral (
         select c.id from pgqueue.messages c
-        where c.queue_name = q.name and c.id = d.id
+        where (c.kind = q.kind or c.kind is null) and c.queue_name = q.name and c.id = d.id
         limit 1
     ) m
     having count(*) > 0

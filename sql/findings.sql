@@ -70,7 +70,7 @@ language sql volatile as $$
     ) d
     cross join lateral (
         select c.id from pgqueue.messages c
-        where c.queue_name = q.name and c.id = d.id
+        where (c.kind = q.kind or c.kind is null) and c.queue_name = q.name and c.id = d.id
         limit 1
     ) m
     having count(*) > 0

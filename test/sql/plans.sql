@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(77);
+select plan(80);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -231,6 +231,19 @@ from generate_series(1, 20000) as n;
 select pgqueue.enqueue_batch('holding', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(0, 199) as n \g /dev/null
 select cmp_ok(min(pg_temp.buffers('pgqueue.claim(%L)', 'holding')), '<', 4000, 'a claim that passes 200 groups with 100 dead letters each reads few buffers')
 from generate_series(1, 3);
+
+-- In a queue with groups, to look for messages without attempts reads those with an attempt, and not the backlog.
+select pgqueue.create_queue('backlog', max_attempts => 1, group_limit => 1) is not null as made \gset
+select pgqueue.redrive('backlog') from generate_series(1, 10) \g /dev/null
+insert into pgqueue.messages (queue_name, payload, attempt_count, max_attempts, kind, headers)
+select 'backlog', '1', (n = 20000)::int, 1, 1, '{"pgqueue.group": "one"}' from generate_series(1, 20001) as n;
+select cmp_ok(pg_temp.buffers('pgqueue.redrive(%L)', 'backlog'), '<', 300, 'redrive in a queue with groups does not read the backlog');
+select is((select count(*) from pgqueue.requeued_messages r where r.queue_name = 'backlog'), 1::bigint, 'redrive finds the message without attempts behind the backlog');
+
+-- Doctor looks for a scheduled message in the tables in which its queue can have messages.
+select pgqueue.create_queue('delayed', if_not_exists => true), pgqueue.create_queue('table_' || n, dedicated => true) from generate_series(1, 20) as n \g /dev/null
+insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'delayed', '1', '2030-02-01' from generate_series(1, 1000);
+select cmp_ok(pg_temp.buffers('pgqueue._id_findings(q, pgqueue._now()) from pgqueue.queues q where q.name = %L', 'delayed'), '<', 10000, 'doctor looks for messages with the same id in the tables of the queue');
 
 -- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
 set local work_mem = '64kB';
