@@ -5529,53 +5529,40 @@ begin
 end;
 $$;
 
-create function pgqueue._are_only_visible(
-    queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
-) returns boolean
+create function pgqueue._are_only_visible(queue_name text, found_ids bigint[]) returns boolean
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    perform case
-        when greatest(w.last_id, s.settled_id) >= fresh_from_id
-            then setval(fresh_register, least(greatest(w.last_id, s.settled_id), 9223372036854775806) + 1)
-    end
-    from pgqueue.sweep_state s
-    cross join lateral (
-        select count(*) as n, count(*) filter (where c.visible_at <= at) as visible, max(c.id) as last_id
-        from (
-            select m.id, m.visible_at
-            from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
-            cross join lateral (
-                select c.id, c.visible_at from pgqueue.messages_shared c
-                where c.queue_name = _are_only_visible.queue_name collate "C" and c.id >= lower(r) and c.id < upper(r)
-                offset 0
-            ) m
-            limit cardinality(found_ids) + 500
-        ) c
-    ) w
+    perform from pgqueue.sweep_state s
     where s.queue_name = _are_only_visible.queue_name collate "C"
-        and w.visible = cardinality(found_ids) and w.n < cardinality(found_ids) + 500
+        -- A visible message counts as 500 hidden ones. So this is false for one more, and for 500 hidden ones.
+        and (
+            select coalesce(sum(case when m.visible_at <= at then 500 else 1 end), 0) < 500 * (cardinality(found_ids) + 1)
+            from (
+                select c.visible_at
+                from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
+                cross join lateral (
+                    select c.visible_at from pgqueue.messages_shared c
+                    where c.queue_name = _are_only_visible.queue_name collate "C" and c.id >= lower(r) and c.id < upper(r)
+                    offset 0
+                ) c
+                limit cardinality(found_ids) + 500
+            ) m
+        )
         -- With `order by` it is one search of the index on the time, whatever statistics say.
         and (
             select true from pgqueue.requeued_messages r
             where r.queue_name = _are_only_visible.queue_name collate "C"
                 and r.check_at >= pgqueue._discard_future_time(s.first_check_at, at)
             order by r.check_at limit 1
-        ) is null
-        and (
-            select true from pgqueue.scheduled_messages c
-            where c.queue_name = _are_only_visible.queue_name collate "C" and c.due_at <= at
-                and c.due_at >= pgqueue._discard_future_time(s.first_due_at, at)
-            order by c.due_at limit 1
         ) is null;
     return found;
 end;
 $$;
 comment on function pgqueue._are_only_visible is
-'Whether the messages that a claim has found are the only ones that a sweep could find: it counts the visible messages
-at all ids that are not vacant. Then moves fresh_from_id beyond all messages. False if there are more than 500 others,
-rows of requeued_messages, or due messages. For a queue of messages_shared.';
+'Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
+vacant. False if 500 are hidden, or rows of requeued_messages exist. For a queue of messages_shared.';
 
 create function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
@@ -5632,7 +5619,6 @@ declare
     sweep_register regclass;
     fresh_from_id bigint;
     is_fast_path boolean;
-    last_id bigint;
     found_ids bigint[];
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -5672,22 +5658,23 @@ begin
                 order by m.id limit max_messages for update skip locked
             );
         end if;
-        -- If fewer messages were found, the result is null and the register is unchanged.
-        last_id := setval(fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
-        if last_id is not null and not pgqueue._is_walk_over(at) then
-            return;
-        elsif last_id is not null then
+        if not pgqueue._is_walk_over(at) then
+            -- If no message was found, the register is unchanged.
+            fresh_from_id := setval(fresh_register, ids[cardinality(ids)] + (ids[cardinality(ids)] < 9223372036854775807)::int);
+            if cardinality(ids) = max_messages then
+                return;
+            -- Too few messages are ready from fresh_from_id on. For a second after a short full pass, there is nothing
+            -- to sweep if no other message is visible and none was requeued.
+            elsif kind is null and not pgqueue._has_fixed_snapshot() and pg_sequence_last_value(resume_register) = 1
+                and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(at) - 1000000
+                and pgqueue._are_only_visible(queue_name, ids)
+            then
+                return;
+            end if;
+            found_ids := ids;
+        -- Null if too few messages were found.
+        elsif setval(fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int) is not null then
             ids := pgqueue._keep_ready(pgqueue._get_locked_queue(queue_name), ids, at);
-            return;
-        end if;
-        -- Too few messages are ready from fresh_from_id on. For a second after a short full pass, there is nothing to
-        -- sweep if no other message is visible.
-        found_ids := case when not pgqueue._is_walk_over(at) then ids end;
-        if kind is null and found_ids is not null and not pgqueue._has_fixed_snapshot()
-            and pg_sequence_last_value(resume_register) = 1
-            and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(pgqueue._now()) - 1000000
-            and pgqueue._are_only_visible(queue_name, ids, fresh_from_id, fresh_register)
-        then
             return;
         end if;
     end if;

@@ -9,3 +9,4 @@ drop function pgqueue._on_queue_changed_schedules, pgqueue._on_queue_changed_top
 drop function pgqueue._on_housekeeping_due_archive, pgqueue._on_housekeeping_due_results;
 drop function pgqueue._compactable_tables, pgqueue._overgrown_tables, pgqueue._tables_to_compact, pgqueue._column_list;
 drop function pgqueue._remove_expired_results, pgqueue._compact_table, pgqueue._is_first_statement, pgqueue._is_idle;
+drop function pgqueue._are_only_visible;
