@@ -3,7 +3,7 @@
 # An upgrade alters state and replaces behaviour.
 STATE = schema types tables dump
 # A module calls only modules before it. The core knows no room. grants comes last, because it names all functions.
-CORE = errors access clock registers backoff keys locks kinds hooks notify finish queue drop dedup enqueue sweep_state slices sweep groups priorities limits claim receive extend ack nack exchange \
+CORE = errors access clock registers keys locks kinds hooks notify finish queue drop dedup enqueue sweep_state slices sweep groups priorities limits claim receive extend ack nack exchange \
 	dead_letter expire peek browse stats wake findings doctor leftovers
 ROOMS = claim_any dead_letter_to archive streams batches sink topics cron schedules cancel wire transport routing contract idle results compact
 BEHAVIOUR = $(CORE) $(ROOMS) grants

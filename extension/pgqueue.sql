@@ -1391,17 +1391,6 @@ begin
     end loop;
 end;
 $$;
--- The delay of a message after a failed attempt, if the consumer gives none.
-
-create function pgqueue._backoff(q pgqueue.queues, attempt_count int) returns interval
-language sql volatile parallel safe as $$
-    select interval '1 s' * (
-        least(
-            date_part('epoch', q.backoff_max),
-            date_part('epoch', q.backoff_base) * q.backoff_factor ^ least(attempt_count - 1, 100)
-        ) * (1 - q.backoff_jitter * random())
-    )
-$$;
 -- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off and force generic
 -- plans, and write `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name,
 -- k.names, k.ids, k.id)`. Both are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds
@@ -2084,18 +2073,14 @@ comment on function pgqueue.channel is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 
-create function pgqueue._wake(q pgqueue.queues) returns void
+create function pgqueue._count_dead(q pgqueue.queues, messages int) returns void
 language plpgsql volatile as $$
 begin
-    -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
-    -- would not notify in the meantime, and the consumer would sleep past their messages.
-    perform pg_notify(pgqueue.channel(q.name), '');
+    if pgqueue._count('dead', q.name, messages) > 0 and q.dead_letter_to is not null then
+        perform pg_notify(pgqueue.channel(q.dead_letter_to), '');
+    end if;
 end;
 $$;
-
-create function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
-language sql volatile
-as $$ select case when q.dead_letter_to is not null then pg_notify(pgqueue.channel(q.dead_letter_to), '') end $$;
 
 create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -2104,7 +2089,9 @@ declare
     longest constant bigint := pgqueue._to_micros(at + interval '24 h');
 begin
     if until > pgqueue._to_micros(at) then
-        perform pgqueue._wake(q);
+        -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other
+        -- transactions would not notify in the meantime, and the consumer would sleep past their messages.
+        perform pg_notify(pgqueue.channel(q.name), '');
     end if;
     -- No consumer waits for longer. The value was set while the clock was wrong, and every enqueue would notify until
     -- then.
@@ -2130,12 +2117,9 @@ $$;
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
-create function pgqueue._archive_marker(queue_name text) returns text
-language sql immutable parallel safe as $$ select pgqueue._sequence_name('archives', queue_name) $$;
-
 create function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
-as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
@@ -2163,64 +2147,58 @@ $$;
 comment on function pgqueue._has_day_partition is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
-create function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
-returns setof pgqueue.messages language plpgsql volatile as $$
-declare
-    queue_kind bigint;
+create function pgqueue._delete_messages(
+    queue_name text, kind bigint, ids bigint[], claim_token uuid default null
+) returns setof pgqueue.messages
+language plpgsql volatile as $$
 begin
-    return query
-    delete from pgqueue.messages_shared m
-    using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-        and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-    returning m.*;
-    if not found then
-        queue_kind := (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name);
-        if queue_kind is not null then
-            return query
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-            where m.kind = queue_kind
-                and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-                and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-            returning m.*;
-        end if;
+    if kind is null then
+        return query
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(_delete_messages.queue_name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _delete_messages.queue_name, k.names, k.ids, k.id)
+            and (_delete_messages.claim_token is null or pgqueue._is_claimed_by(m, _delete_messages.claim_token))
+        returning m.*;
+    else
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_delete_messages.queue_name, ids) k
+        -- What plain SQL has sent, and claimed before it was moved, has no kind.
+        where (m.kind = _delete_messages.kind or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, _delete_messages.queue_name, k.names, k.ids, k.id)
+            and (_delete_messages.claim_token is null or pgqueue._is_claimed_by(m, _delete_messages.claim_token))
+        returning m.*;
     end if;
 end;
 $$;
-
-create function pgqueue._as_archived(m pgqueue.messages, at timestamptz) returns pgqueue.archived_messages
-language sql immutable parallel safe as $$
-    select row(
-        m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    )::pgqueue.archived_messages
-$$;
+comment on function pgqueue._delete_messages is
+'Deletes and returns messages of a queue of this kind: those of the claim or, if claim_token is null, all. The caller
+has locked the latter.';
 
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
+    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     acked bigint[];
 begin
-    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        with kept as (
-            insert into pgqueue.unfiled_messages
-            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
-            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
-            returning unfiled_messages.id
-        )
-        select array_agg(k.id) into acked from kept k;
-    else
-        with kept as (
-            insert into pgqueue.archived_messages
-            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
-            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
-            returning archived_messages.id
-        )
-        select array_agg(k.id) into acked from kept k;
-    end if;
-    return coalesce(acked, '{}');
+    with gone as (
+        select
+            g.id, g.queue_name, g.enqueued_at, g.claimed_at, at, g.attempt_count, g.max_attempts, g.expires_at,
+            g.message_id, g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        from pgqueue._delete_messages(
+            _ack_to_archive.queue_name collate "C",
+            (select q.kind from pgqueue.queues q where q.name = _ack_to_archive.queue_name collate "C"),
+            ids, _ack_to_archive.claim_token) g
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select g.* from gone g where is_filed
+    ),
+    unfiled as (
+        insert into pgqueue.unfiled_messages select g.* from gone g where not is_filed
+    )
+    select coalesce(array_agg(g.id), '{}') into acked from gone g;
+    return acked;
 end;
 $$;
 comment on function pgqueue._ack_to_archive is
@@ -2291,6 +2269,10 @@ as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
 language plpgsql volatile as $$
 begin
+    if reason = 'queue_dropped' then
+        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+        m.expires_at := null;
+    end if;
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
     -- The row exists already if a dead letter was copied back into the queue by plain SQL and not deleted here.
@@ -2690,7 +2672,7 @@ begin
     set paused_at = null, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C" and queues.paused_at is not null;
     resumed := found;
-    perform pgqueue._wake(q);
+    perform pg_notify(pgqueue.channel(q.name), '');
     return resumed;
 end;
 $$;
@@ -2698,15 +2680,6 @@ comment on function pgqueue.resume_queue is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Waits as
 pause_queue does. Raises PQ001.';
 -- Removes queues and the messages of queues.
-
-create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
 
 create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
@@ -2720,7 +2693,7 @@ begin
         ' scheduled as ('
         ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
         ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select pgqueue._add_undelivered_dead_letter(u.m, $2)'
+        ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
         ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
         pgqueue._partition_of(q))
     using q.name, pgqueue._now();
@@ -2871,19 +2844,6 @@ language sql immutable parallel safe as $$ select 3 * class + (period % 3)::int 
 create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
-
-create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text) returns void
-language plpgsql stable as $$
-begin
-    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
-        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
-    end if;
-    perform pgqueue._raise_invalid(
-        pgqueue._element('dedup_key', u.n, cardinality(dedup_keys)), left(u.k, 300), '1 to 255 characters')
-    from unnest(dedup_keys) with ordinality as u (k, n)
-    where char_length(u.k) not between 1 and 255;
-end;
-$$;
 
 create function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
@@ -3183,17 +3143,25 @@ language sql stable parallel safe as $$
     end
 $$;
 
-create function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[]) returns void
+create function pgqueue._check_keys(
+    dedup_keys text[], group_keys text[], priorities int[], on_duplicate text default 'keep'
+) returns void
 language plpgsql stable as $$
 begin
-    perform pgqueue._raise_invalid(
-        pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
-    from unnest(group_keys) with ordinality as u (k, n)
-    where char_length(u.k) not between 1 and 255;
-    perform pgqueue._raise_invalid(
-        pgqueue._element('priority', u.n, cardinality(priorities)), u.p::text, 'an integer from 0 to 9')
-    from unnest(priorities) with ordinality as u (p, n)
-    where u.p not between 0 and 9;
+    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
+        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
+    end if;
+    perform pgqueue._raise_invalid(pgqueue._element(k.argument, k.n, k.messages), left(k.given, 300), k.expected)
+    from (
+        select 'dedup_key' as argument, u.k as given, u.n, cardinality(dedup_keys) as messages, '1 to 255 characters' as expected
+        from unnest(dedup_keys) with ordinality as u (k, n) where char_length(u.k) not between 1 and 255
+        union all
+        select 'group_key', u.k, u.n, cardinality(group_keys), '1 to 255 characters'
+        from unnest(group_keys) with ordinality as u (k, n) where char_length(u.k) not between 1 and 255
+        union all
+        select 'priority', u.p::text, u.n, cardinality(priorities), 'an integer from 0 to 9'
+        from unnest(priorities) with ordinality as u (p, n) where u.p not between 0 and 9
+    ) k;
 end;
 $$;
 
@@ -3358,9 +3326,9 @@ begin
         if queue_name is null then
             perform pgqueue._raise('queue_not_found', queue_name);
         end if;
-        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
-        if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
-            perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+        if on_duplicate is distinct from 'keep' or char_length(group_key) not between 1 and 255 or priority not between 0 and 9
+        then
+            perform pgqueue._check_keys(array[dedup_key], array[group_key], array[priority], on_duplicate);
         end if;
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
@@ -3540,16 +3508,15 @@ begin
     if n = 0 then
         return;
     end if;
+    if group_keys is not null or priorities is not null or dedup_keys is not null or on_duplicate is distinct from 'keep' then
+        perform pgqueue._check_keys(dedup_keys, group_keys, priorities, on_duplicate);
+    end if;
     if group_keys is not null or priorities is not null then
-        perform pgqueue._check_groups_and_priorities(group_keys, priorities);
         headers := array(
             select pgqueue._with_group_and_priority(u.h, u.k, u.p)
             from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
             order by u.n
         );
-    end if;
-    if dedup_keys is not null or on_duplicate is distinct from 'keep' then
-        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)
@@ -3675,15 +3642,6 @@ begin
     return s;
 end;
 $$;
-
-create function pgqueue._first_id_of(queue_name text) returns bigint
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
-
-create function pgqueue._first_due_at_of(queue_name text, at timestamptz) returns timestamptz
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
-
-create function pgqueue._first_check_at_of(queue_name text, at timestamptz) returns timestamptz
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
 
 create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
 language sql stable parallel safe as $$
@@ -4087,25 +4045,6 @@ comment on function pgqueue._move_due_slice is
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
 
-create function pgqueue._delete_messages(q pgqueue.queues, ids bigint[]) returns setof pgqueue.messages
-language plpgsql volatile as $$
-begin
-    if q.kind is not null then
-        return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*;
-    else
-        return query
-        delete from pgqueue.messages_shared m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*;
-    end if;
-end;
-$$;
-
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -4124,7 +4063,8 @@ begin
             open spent for
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                where (m.kind = q.kind or m.kind is null)
+                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
                 for update of m skip locked;
         else
             open spent for
@@ -4145,7 +4085,7 @@ begin
             slices_left := slices_left - 1;
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, slice_ids) g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q.name, q.kind, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -4162,10 +4102,7 @@ begin
         has_more := false;
         return;
     end;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
-    if all_died > 0 then
-        perform pgqueue._wake_dead_letter_queue(q);
-    end if;
+    perform pgqueue._count_dead(q, all_died);
 end;
 $$;
 comment on function pgqueue._remove_spent_messages is
@@ -4230,7 +4167,7 @@ begin
                 select m.id
                 from (
                     select r.id from pgqueue.requeued_messages r
-                    where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                    where r.queue_name = q.name and r.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
                     order by r.check_at, r.id limit 10000
                 ) c
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
@@ -4303,7 +4240,7 @@ begin
         if cardinality(moved_ids) >= 50 and pgqueue._has_time() then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
+                q, at, greatest((pgqueue._sweep_state_of(q.name, at)).first_check_at, at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
@@ -4334,7 +4271,7 @@ begin
         );
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        where s.queue_name = q.name and s.due_at >= greatest((pgqueue._sweep_state_of(q.name, at)).first_due_at, at - interval '1 min')
         order by s.due_at limit 1;
         next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
         if is_unsettled then
@@ -4691,18 +4628,15 @@ language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
-comment on function pgqueue._group_position(jsonb, bigint) is
+comment on function pgqueue._group_position is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
-
-create function pgqueue._group_position(m pgqueue.messages) returns bigint
-language sql immutable parallel safe as $$ select pgqueue._group_position(m.headers, m.id) $$;
 
 create function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
 ) returns boolean
 language sql immutable parallel safe as $$
-    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
+    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m.headers, m.id) = place and m.id + 0 >= first_id
 $$;
 
 create function pgqueue._places_left(
@@ -4811,14 +4745,14 @@ create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wante
 returns bigint[] language plpgsql volatile as $$
 declare
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
-    first_id constant bigint := pgqueue._first_id_of(q.name);
+    first_id constant bigint := (pgqueue._sweep_state_of(q.name, '-infinity')).first_id;
     candidate_ids bigint[];
     visible_ids bigint[];
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= fresh_from_id
-            and pgqueue._group_position(m) < 4611686018427387904
+        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
@@ -4831,8 +4765,8 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= first_id
-                and pgqueue._group_position(m) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
@@ -4861,8 +4795,8 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= state.first_id
-                and pgqueue._group_position(m) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= state.first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
 end;
@@ -4890,11 +4824,11 @@ begin
         from walk w
         cross join lateral (
             select
-                pgqueue._group_position(m) as position, m.visible_at <= at as is_visible, pgqueue._is_ready(m, at) as is_ready
+                pgqueue._group_position(m.headers, m.id) as position, m.visible_at <= at as is_visible, pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
-                and pgqueue._group_position(m) > w.position
-                and pgqueue._group_position(m) < below_position
+                and pgqueue._group_position(m.headers, m.id) > w.position
+                and pgqueue._group_position(m.headers, m.id) < below_position
                 -- PostgreSQL compares it in the index, so no row that was removed before is read.
                 and m.id + 0 >= first_id
             limit 1
@@ -4952,7 +4886,7 @@ begin
         from pgqueue._lookup_keys(q.name, _remove_spent_of_groups.ids) k, pgqueue.messages m
         cross join lateral (
             select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
-            where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
+            where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m.headers, m.id), m.id)
             limit 100
         ) s
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent
@@ -4974,7 +4908,7 @@ declare
     started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
-    first_id constant bigint := pgqueue._first_id_of(q.name);
+    first_id constant bigint := (pgqueue._sweep_state_of(q.name, '-infinity')).first_id;
     locks_left int := 100;
     walk record;
     given record;
@@ -5205,9 +5139,6 @@ $$;
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
 
-create function pgqueue._rate_register(q pgqueue.queues) returns regclass
-language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
-
 create function pgqueue._on_queue_changed_limits(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
@@ -5220,34 +5151,29 @@ begin
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
         -- A waiting consumer knows only when the old limits allow the next message.
-        perform pgqueue._wake(after);
+        perform pg_notify(pgqueue.channel(after.name), '');
     end if;
 end;
 $$;
 
-create function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
-language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
-
--- In PL/pgSQL, as _level_registers.
-create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
+create function pgqueue._read_bucket(
+    q pgqueue.queues, now_micros bigint, out register regclass, out period bigint, out used_until bigint, out tokens int
+)
 language plpgsql volatile as $$
-declare
-    used_until constant bigint := pgqueue._register_value(pgqueue._rate_register(q));
 begin
+    register := format('pgqueue.queue_%s_rate_used_until', q.queue_id);
+    period := (date_part('epoch', q.rate_period) * 1000000)::bigint;
+    used_until := pgqueue._register_value(register);
     -- A time that is more than a period ahead was set before the clock was set back.
-    return greatest(
-        now_micros - pgqueue._rate_period_micros(q),
-        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end);
+    used_until := greatest(
+        now_micros - period,
+        case when used_until <= now_micros + period then used_until end);
+    tokens := greatest(0, (now_micros - used_until) * q.rate_limit / period);
 end;
 $$;
-
-create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
-returns bigint language sql immutable parallel safe
-as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-
-create function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint) returns bigint
-language sql immutable parallel safe
-as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
+comment on function pgqueue._read_bucket is
+'The register of rate_limit, the microseconds in which the bucket fills, until when its tokens are used, and how many
+there are.';
 
 create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -5290,11 +5216,9 @@ create function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
 ) returns int
 language plpgsql volatile as $$
-declare
-    now_micros constant bigint := pgqueue._to_micros(at);
 begin
     if q.rate_limit is not null then
-        wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+        wanted := least(wanted, (pgqueue._read_bucket(q, pgqueue._to_micros(at))).tokens);
     end if;
     if q.max_in_flight is not null and wanted > 0 then
         wanted := least(wanted, case
@@ -5324,14 +5248,6 @@ begin
 end;
 $$;
 
-create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz) returns timestamptz
-language sql volatile as $$
-    select greatest(
-        case when q.rate_limit is not null then pgqueue._from_micros(
-            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
-        pgqueue._in_flight_full_until(q, at))
-$$;
-
 create function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
@@ -5353,17 +5269,15 @@ of this transaction before. False if another transaction keeps the lock for long
 create function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
 language plpgsql volatile as $$
 declare
-    now_micros bigint;
-    used_until bigint;
+    bucket record;
     taken int;
 begin
     begin
         perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
-        now_micros := pgqueue._to_micros(pgqueue._now());
-        used_until := pgqueue._rate_used_until(q, now_micros);
-        taken := least(wanted, pgqueue._available_tokens(q, now_micros, used_until));
+        bucket := pgqueue._read_bucket(q, pgqueue._to_micros(pgqueue._now()));
+        taken := least(wanted, bucket.tokens);
         if taken > 0 then
-            perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
+            perform setval(bucket.register, bucket.used_until + (taken * bucket.period + q.rate_limit - 1) / q.rate_limit);
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
         perform pgqueue._raise('queue_busy', q.name, 'claim');
@@ -5801,7 +5715,7 @@ begin
     -- is_filed is null if the queue keeps no archive.
     return query
     with gone as (
-        select m.* from pgqueue._delete_messages(pgqueue._get_unlocked_queue(queue_name), candidates.ids) m
+        select m.* from pgqueue._delete_messages(receive.queue_name collate "C", candidates.kind, candidates.ids) m
     ),
     done as (
         select
@@ -5843,14 +5757,6 @@ begin
 end;
 $$;
 
-create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz) returns timestamptz
-language plpgsql volatile as $$
-begin
-    perform pgqueue._wake_if_waiting(q, pgqueue._now());
-    return claim_end;
-end;
-$$;
-
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 ) returns boolean
@@ -5864,7 +5770,7 @@ begin
     if q.kind is null then
         until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
         update pgqueue.messages_shared m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         where m.queue_name = q.name and m.id = extend.id
             and pgqueue._is_claimed_by(m, extend.claim_token);
     else
@@ -5896,7 +5802,7 @@ begin
     if q.kind is null then
         return query
         update pgqueue.messages_shared m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
@@ -5905,7 +5811,7 @@ begin
     end if;
     return query
     update pgqueue.messages m
-    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+    set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
     from pgqueue._lookup_keys(q.name, ids) k
     where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
@@ -6108,14 +6014,16 @@ begin
 
     if final_reason is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
-            perform pgqueue._count('dead', q.name, 1);
-            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
-            perform pgqueue._wake_dead_letter_queue(q);
+            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted')), pgqueue._count_dead(q, 1);
         end if;
         return;
     end if;
 
-    due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    due_at := pgqueue._add_interval(at, coalesce(delay, interval '1 s' * (
+        least(
+            date_part('epoch', q.backoff_max),
+            date_part('epoch', q.backoff_base) * q.backoff_factor ^ least(m.attempt_count - 1, 100)
+        ) * (1 - q.backoff_jitter * random()))));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
         -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
@@ -6202,7 +6110,7 @@ declare
 begin
     perform pgqueue._check_failure(0, delay, headers);
     for m in
-        select d.* from pgqueue._delete_messages(q, claims.held_ids) d
+        select d.* from pgqueue._delete_messages(q.name, q.kind, claims.held_ids) d
     loop
         perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
         -- As in release, each message gets a due time of its own.
@@ -6316,7 +6224,7 @@ begin
         return released;
     end if;
     with given_back as (
-        select m from pgqueue._delete_claimed(q.name, ids, _release_held.claim_token) m
+        select m from pgqueue._delete_messages(q.name, q.kind, ids, _release_held.claim_token) m
     )
     insert into pgqueue.scheduled_messages
     select (pgqueue._as_scheduled(
@@ -6404,7 +6312,10 @@ begin
             select array_agg(g.id) into acked from gone g;
             -- All claims of a plain queue were lost, or the messages are in the partition of another kind.
             acked := coalesce(
-                acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
+                acked, array(
+                    select d.id from pgqueue._delete_messages(
+                        exchange.queue_name collate "C",
+                        (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C"), ids, claim_token) d));
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
@@ -6479,7 +6390,7 @@ begin
         'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
         ' from pgqueue.dead_messages d'
         || case
-            when ids is null then ' where d.queue_name = $1 and d.id >= pgqueue._first_id_of($1)'
+            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
             else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
         end
         || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
@@ -6629,7 +6540,7 @@ begin
         or not exists (
             select from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+                and d.id >= (pgqueue._sweep_state_of(purge_dead_messages.queue_name, '-infinity')).first_id
         )
     then
         perform pgqueue._get_locked_queue(queue_name);
@@ -6672,7 +6583,7 @@ language sql volatile as $$
         from (
             select m.headers, m.id from pgqueue.dead_messages m
             where q.group_limit is not null and q.on_dead = 'hold' and m.queue_name = q.name
-                and m.id >= pgqueue._first_id_of(q.name) and m.headers ->> 'pgqueue.group' is not null
+                and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id and m.headers ->> 'pgqueue.group' is not null
             order by m.id limit 1000
         ) c
         group by c.headers ->> 'pgqueue.group'
@@ -6693,75 +6604,44 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     expired refcursor;
-    slice record;
-    died int;
-    all_died int := 0;
-    purged int := 0;
-    is_scheduled boolean := false;
+    places tid[];
+    gone pgqueue.messages;
+    died int := 0;
+    purged int;
 begin
-    if batch_size is null or batch_size not between 1 and 1000000 then
-        perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
-    end if;
+    perform pgqueue._require(
+        batch_size between 1 and 1000000, 'batch_size', batch_size::text, 'an integer from 1 to 1000000');
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    open expired for
-        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
-        from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.visible_at <= at
+    purged := (pgqueue._remove_spent_messages(q, array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id and m.visible_at <= at
             -- A generic plan expects that a range selects fewer rows than one comparison. Thus it uses an index on
             -- expires_at instead of the primary key.
             and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
-        order by m.expires_at limit batch_size for update skip locked;
-    loop
-        select f.* into slice from pgqueue._fetch_slice(expired) f;
-        if slice.ids = '{}' then
-            exit when is_scheduled;
-            -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue
-            -- through it for each.
-            close expired;
-            open expired for
-                select
-                    null::bigint as id, s.ctid as place,
-                    pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
-                from pgqueue.scheduled_messages s
-                where s.queue_name = q.name and s.expires_at <= at
-                order by s.expires_at limit batch_size - purged for update skip locked;
-            is_scheduled := true;
-            continue;
-        end if;
-        with gone_messages as (
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, slice.ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m.*
-        ),
-        gone_scheduled as (
-            delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places) returning s.*
-        ),
-        -- As columns: _remove_spent_messages says why.
-        gone as (
-            select g.* from gone_messages g
-            union all
-            select (pgqueue._as_message(row(g.*)::pgqueue.scheduled_messages)).* from gone_scheduled g
-        )
-        insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
-        where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
-        -- The same conflict as in _add_dead_letter.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-            last_error = excluded.last_error, reason = excluded.reason;
-        get diagnostics died = row_count;
-        all_died := all_died + died;
-        purged := purged + cardinality(slice.ids);
-        exit when not pgqueue._has_time();
+        order by m.expires_at limit batch_size
+    ), at, null)).removed;
+    open expired for
+        select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.expires_at <= at
+        order by s.expires_at limit batch_size - purged for update skip locked;
+    while purged = 0 or pgqueue._has_time() loop
+        places := (pgqueue._fetch_slice(expired)).places;
+        exit when places = '{}';
+        -- Deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
+        for gone in
+            delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning (pgqueue._as_message(s)).*
+        loop
+            purged := purged + 1;
+            continue when not pgqueue._keeps_dead_letter(q, gone);
+            died := died + 1;
+            perform pgqueue._add_dead_letter(gone, at, null);
+        end loop;
     end loop;
     close expired;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
-    if all_died > 0 then
-        perform pgqueue._wake_dead_letter_queue(q);
-    end if;
+    perform pgqueue._count_dead(q, died);
     return purged;
 end;
 $$;
@@ -6807,7 +6687,7 @@ language sql stable as $$
         from (
             select c.id from pgqueue.requeued_messages c
             where c.queue_name = _sample_requeued_ids.queue_name
-                and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
+                and c.check_at >= (pgqueue._sweep_state_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)).first_check_at
             order by c.check_at, c.id limit greatest(5000, 2 * wanted)
         ) r
         where r.id <@ within
@@ -6951,7 +6831,7 @@ begin
                 m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
                 m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
+            where m.queue_name = q.name and m.id > greatest(after_id, (pgqueue._sweep_state_of(q.name, '-infinity')).first_id - 1)
                 and case browse.state
                     when 'ready' then pgqueue._is_ready(m, at)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
@@ -6965,7 +6845,7 @@ begin
                 s.id, s.queue_name, s.payload, s.body, s.headers, s.message_id, s.attempt_count, s.max_attempts,
                 s.enqueued_at, s.due_at, s.expires_at, s.claimed_by, null::uuid, s.last_error
             from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
+            where s.queue_name = q.name and s.id > greatest(after_id, (pgqueue._sweep_state_of(q.name, '-infinity')).first_id - 1)
                 and case browse.state
                     when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
@@ -7002,7 +6882,7 @@ begin
     if not exists (
         select from pgqueue.dead_messages d
         where d.queue_name = browse_dead_messages.queue_name collate "C"
-            and d.id >= pgqueue._first_id_of(browse_dead_messages.queue_name)
+            and d.id >= (pgqueue._sweep_state_of(browse_dead_messages.queue_name, '-infinity')).first_id
     ) then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
@@ -7019,7 +6899,7 @@ begin
         (
             select c.* from pgqueue.dead_messages c
             where c.queue_name = browse_dead_messages.queue_name collate "C"
-                and c.id > greatest(after_id, pgqueue._first_id_of(browse_dead_messages.queue_name) - 1)
+                and c.id > greatest(after_id, (pgqueue._sweep_state_of(browse_dead_messages.queue_name, '-infinity')).first_id - 1)
             order by c.id limit browse_dead_messages.max_messages
         )
         union all
@@ -7190,7 +7070,7 @@ create function pgqueue._count_others(
 )
 language plpgsql stable as $$
 declare
-    first_id constant bigint := pgqueue._first_id_of(queue_name);
+    first_id constant bigint := (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id;
     max_counted int;
     deep_samples bigint;
 begin
@@ -7235,7 +7115,7 @@ begin
         q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) r
     where exists (
         select from pgqueue.requeued_messages c
-        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+        where c.queue_name = q.name and c.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
     );
     if requeued_ids is not null then
         select
@@ -7249,7 +7129,7 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at) and c.due_at <= at
+        where c.queue_name = q.name and c.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at and c.due_at <= at
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
@@ -7301,20 +7181,15 @@ begin
 end;
 $$;
 
-create function pgqueue._total_query(role text, queue_name text) returns text
-language sql stable as $$
-    select coalesce(
-        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)', 'null')
-$$;
-
 create function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute format(
-        'select %s, %s, %s, %s',
-        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
-        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    execute format('select %s', (
+        select string_agg(
+            case when c is null then 'null' else format('(select t.last_value - (not t.is_called)::int from %s t)', c) end,
+            ', ' order by r.place)
+        from unnest(pgqueue._counter_roles()) with ordinality as r (role, place), pgqueue._counter(r.role, s.queue_name) as c))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;
@@ -7391,7 +7266,7 @@ transaction is dropping is left out of the statistics of all queues. Raises PQ00
 create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
+    perform pg_notify(pgqueue.channel((pgqueue._get_locked_queue(queue_name)).name), '');
 end;
 $$;
 comment on function pgqueue.wake is
@@ -7433,7 +7308,7 @@ begin
         least(
             (
                 select s.due_at from pgqueue.scheduled_messages s
-                where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
+                where s.queue_name = q.name and s.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at
                 order by s.due_at limit 1
             ),
             requeued.due_at, others.due_at),
@@ -7444,7 +7319,7 @@ begin
             select min(m.visible_at) as due_at, count(m.visible_at) as living
             from (
                 select r.id from pgqueue.requeued_messages r
-                where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                where r.queue_name = q.name and r.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
                 order by r.check_at limit 1000
             ) c
             cross join lateral (select pgqueue._visible_at_of(q, c.id) as visible_at offset 0) m
@@ -7462,7 +7337,7 @@ begin
         select from pgqueue.queues s
         cross join lateral (
             select from pgqueue.dead_messages d
-            where d.queue_name = s.name and d.id >= pgqueue._first_id_of(s.name)
+            where d.queue_name = s.name and d.id >= (pgqueue._sweep_state_of(s.name, '-infinity')).first_id
             limit 1
         ) d
         where s.dead_letter_to = q.name
@@ -7474,8 +7349,13 @@ begin
         perform pgqueue._record_if_old(q);
     end if;
     -- While a session drops the queue, reading the register of rate_limit would wait for it.
-    return case when due_at is not null then greatest(
-        due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
+    if q.rate_limit is not null and pgqueue._try_lock_existing_queue(q) then
+        select case when due_at is not null
+            then greatest(due_at, pgqueue._from_micros(b.used_until + (b.period + q.rate_limit - 1) / q.rate_limit)) end
+        into due_at
+        from pgqueue._read_bucket(q, pgqueue._to_micros(at)) b;
+    end if;
+    return case when due_at is not null then greatest(due_at, pgqueue._in_flight_full_until(q, at)) end;
 end;
 $$;
 comment on function pgqueue.next_due_at is
@@ -7595,7 +7475,7 @@ language sql volatile as $$
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name)
     from (
         select c.id from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
+        where c.queue_name = q.name and c.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at
         order by c.due_at, c.id limit 1000
     ) d
     cross join lateral (
@@ -7708,7 +7588,7 @@ begin
     select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
     from (
         select d.died_at from pgqueue.dead_messages d
-        where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
+        where d.queue_name = q.name and d.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id
         order by d.id limit 1000
     ) w;
     was_ahead := coalesce(seen_at > at + interval '1 min', false);
@@ -8284,7 +8164,7 @@ begin
             format('a queue whose dead letters do not come back to queue %L', after.name));
     end if;
     -- The other queue gets the dead letters that exist already.
-    perform pgqueue._wake_dead_letter_queue(after);
+    perform pg_notify(pgqueue.channel(after.dead_letter_to), '');
 end;
 $$;
 
@@ -8299,7 +8179,7 @@ begin
     for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
         continue when not exists (
             select from pgqueue.dead_messages d
-            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
+            where d.queue_name = source.name and d.id >= (pgqueue._sweep_state_of(source.name, '-infinity')).first_id);
         select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
         while slices_left > 0 and pgqueue._has_time() loop
             places := (pgqueue._fetch_slice(dead)).places;
@@ -8381,7 +8261,7 @@ $$;
 create function pgqueue._on_queue_changed_archive(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile set client_min_messages = warning as $$
 declare
-    mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
+    mark constant text := pgqueue._sequence_name('archives', coalesce(after.name, before.name));
 begin
     -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
     -- without rows leaves markers, too.
@@ -8542,7 +8422,7 @@ begin
             w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
     from pgqueue.queues w
-    where (w.archive_for is null) <> (to_regclass(pgqueue._archive_marker(w.name)) is null)
+    where (w.archive_for is null) <> (to_regclass(pgqueue._sequence_name('archives', w.name)) is null)
     order by w.name;
 
     return query
@@ -8840,7 +8720,7 @@ declare
 begin
     with extended as (
         update pgqueue.messages m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where (m.kind = q.kind or m.kind is null)
             and pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
@@ -9269,8 +9149,7 @@ begin
         ) with ordinality
             as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, dedup_key, place)
     loop
-        perform pgqueue._check_dedup(array[m.dedup_key], 'keep');
-        perform pgqueue._check_groups_and_priorities(array[m.group_key], array[m.priority]);
+        perform pgqueue._check_keys(array[m.dedup_key], array[m.group_key], array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
         perform pgqueue._check_content(q, m.payload, m.body, m.headers);
     end loop;
@@ -9780,7 +9659,7 @@ begin
     smallest.name := coalesce(smallest.name, '');
     perform pgqueue._check_enqueue(delay, expires_in), pgqueue._check_content(smallest, payload, body, headers);
     if dedup_key is not null or on_duplicate is distinct from 'keep' then
-        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
+        perform pgqueue._check_keys(array[dedup_key], null, null, on_duplicate);
     end if;
 end;
 $$;
@@ -9830,7 +9709,7 @@ begin
             or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
         );
     if group_key is not null or priority is not null then
-        perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+        perform pgqueue._check_keys(null, array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     headers := case when headers is null or jsonb_typeof(headers) = 'object'
@@ -10216,7 +10095,7 @@ declare
     s pgqueue.schedules;
 begin
     perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
-    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+    perform pgqueue._check_keys(null, array[group_key], array[priority]);
     s := row(
         name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,
         paused, catch_up, null, null, null);
@@ -10270,7 +10149,7 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+    perform pgqueue._check_keys(null, array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), group_key, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
@@ -10461,7 +10340,7 @@ begin
     if dedup_key is null then
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
-    perform pgqueue._check_dedup(array[dedup_key], 'keep');
+    perform pgqueue._check_keys(array[dedup_key], null, null);
     id := (
         select k.id
         from pgqueue._read_dedup_keys(
@@ -10755,9 +10634,9 @@ begin
     -- message before it is due.
     is_due := exists (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
+        where s.queue_name = q.name and s.due_at between (pgqueue._sweep_state_of(q.name, at)).first_due_at and at + interval '15 s');
     if is_due and (t.head is not null or seen.next_at not between at - interval '2 s' and at + interval '1 min') then
-        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, (pgqueue._sweep_state_of(q.name, at)).first_due_at);
     end if;
     if t.head is null then
         return seen.head;
@@ -11379,9 +11258,9 @@ begin
                     q.created_at, q.updated_at, swept_at,
                     least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
                     (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'))
-                and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
-                and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
-                and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
+                and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
+                and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
+                and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
             ) is not true then
                 -- Only an error releases the lock before the transaction ends, which may take long.
                 perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');

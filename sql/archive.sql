@@ -65,7 +65,7 @@ $$;
 create or replace function pgqueue._on_queue_changed_archive(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile set client_min_messages = warning as $$
 declare
-    mark constant text := pgqueue._archive_marker(coalesce(after.name, before.name));
+    mark constant text := pgqueue._sequence_name('archives', coalesce(after.name, before.name));
 begin
     -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this. A restore
     -- without rows leaves markers, too.
@@ -226,7 +226,7 @@ begin
             w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
     from pgqueue.queues w
-    where (w.archive_for is null) <> (to_regclass(pgqueue._archive_marker(w.name)) is null)
+    where (w.archive_for is null) <> (to_regclass(pgqueue._sequence_name('archives', w.name)) is null)
     order by w.name;
 
     return query

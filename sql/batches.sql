@@ -28,7 +28,7 @@ declare
 begin
     with extended as (
         update pgqueue.messages m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where (m.kind = q.kind or m.kind is null)
             and pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)

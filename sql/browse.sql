@@ -24,7 +24,7 @@ begin
                 m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
                 m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
+            where m.queue_name = q.name and m.id > greatest(after_id, (pgqueue._sweep_state_of(q.name, '-infinity')).first_id - 1)
                 and case browse.state
                     when 'ready' then pgqueue._is_ready(m, at)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
@@ -38,7 +38,7 @@ begin
                 s.id, s.queue_name, s.payload, s.body, s.headers, s.message_id, s.attempt_count, s.max_attempts,
                 s.enqueued_at, s.due_at, s.expires_at, s.claimed_by, null::uuid, s.last_error
             from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
+            where s.queue_name = q.name and s.id > greatest(after_id, (pgqueue._sweep_state_of(q.name, '-infinity')).first_id - 1)
                 and case browse.state
                     when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
@@ -75,7 +75,7 @@ begin
     if not exists (
         select from pgqueue.dead_messages d
         where d.queue_name = browse_dead_messages.queue_name collate "C"
-            and d.id >= pgqueue._first_id_of(browse_dead_messages.queue_name)
+            and d.id >= (pgqueue._sweep_state_of(browse_dead_messages.queue_name, '-infinity')).first_id
     ) then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
@@ -92,7 +92,7 @@ begin
         (
             select c.* from pgqueue.dead_messages c
             where c.queue_name = browse_dead_messages.queue_name collate "C"
-                and c.id > greatest(after_id, pgqueue._first_id_of(browse_dead_messages.queue_name) - 1)
+                and c.id > greatest(after_id, (pgqueue._sweep_state_of(browse_dead_messages.queue_name, '-infinity')).first_id - 1)
             order by c.id limit browse_dead_messages.max_messages
         )
         union all

@@ -45,7 +45,7 @@ begin
     if dedup_key is null then
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
-    perform pgqueue._check_dedup(array[dedup_key], 'keep');
+    perform pgqueue._check_keys(array[dedup_key], null, null);
     id := (
         select k.id
         from pgqueue._read_dedup_keys(

@@ -32,7 +32,7 @@ begin
         'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
         ' from pgqueue.dead_messages d'
         || case
-            when ids is null then ' where d.queue_name = $1 and d.id >= pgqueue._first_id_of($1)'
+            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
             else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
         end
         || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
@@ -182,7 +182,7 @@ begin
         or not exists (
             select from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+                and d.id >= (pgqueue._sweep_state_of(purge_dead_messages.queue_name, '-infinity')).first_id
         )
     then
         perform pgqueue._get_locked_queue(queue_name);
@@ -225,7 +225,7 @@ language sql volatile as $$
         from (
             select m.headers, m.id from pgqueue.dead_messages m
             where q.group_limit is not null and q.on_dead = 'hold' and m.queue_name = q.name
-                and m.id >= pgqueue._first_id_of(q.name) and m.headers ->> 'pgqueue.group' is not null
+                and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id and m.headers ->> 'pgqueue.group' is not null
             order by m.id limit 1000
         ) c
         group by c.headers ->> 'pgqueue.group'

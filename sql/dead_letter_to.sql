@@ -28,7 +28,7 @@ begin
             format('a queue whose dead letters do not come back to queue %L', after.name));
     end if;
     -- The other queue gets the dead letters that exist already.
-    perform pgqueue._wake_dead_letter_queue(after);
+    perform pg_notify(pgqueue.channel(after.dead_letter_to), '');
 end;
 $$;
 
@@ -43,7 +43,7 @@ begin
     for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
         continue when not exists (
             select from pgqueue.dead_messages d
-            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name));
+            where d.queue_name = source.name and d.id >= (pgqueue._sweep_state_of(source.name, '-infinity')).first_id);
         select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
         while slices_left > 0 and pgqueue._has_time() loop
             places := (pgqueue._fetch_slice(dead)).places;

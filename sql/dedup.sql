@@ -22,19 +22,6 @@ create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at tim
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 
-create or replace function pgqueue._check_dedup(dedup_keys text[], on_duplicate text) returns void
-language plpgsql stable as $$
-begin
-    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
-        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
-    end if;
-    perform pgqueue._raise_invalid(
-        pgqueue._element('dedup_key', u.n, cardinality(dedup_keys)), left(u.k, 300), '1 to 255 characters')
-    from unnest(dedup_keys) with ordinality as u (k, n)
-    where char_length(u.k) not between 1 and 255;
-end;
-$$;
-
 create or replace function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
     out id bigint, out is_taken boolean, out is_locked boolean

@@ -1,14 +1,5 @@
 -- Removes queues and the messages of queues.
 
-create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz) returns void
-language plpgsql volatile as $$
-begin
-    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
-    m.expires_at := null;
-    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
-end;
-$$;
-
 create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
@@ -21,7 +12,7 @@ begin
         ' scheduled as ('
         ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
         ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select pgqueue._add_undelivered_dead_letter(u.m, $2)'
+        ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
         ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
         pgqueue._partition_of(q))
     using q.name, pgqueue._now();

@@ -11,17 +11,25 @@ language sql stable parallel safe as $$
     end
 $$;
 
-create or replace function pgqueue._check_groups_and_priorities(group_keys text[], priorities int[]) returns void
+create or replace function pgqueue._check_keys(
+    dedup_keys text[], group_keys text[], priorities int[], on_duplicate text default 'keep'
+) returns void
 language plpgsql stable as $$
 begin
-    perform pgqueue._raise_invalid(
-        pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
-    from unnest(group_keys) with ordinality as u (k, n)
-    where char_length(u.k) not between 1 and 255;
-    perform pgqueue._raise_invalid(
-        pgqueue._element('priority', u.n, cardinality(priorities)), u.p::text, 'an integer from 0 to 9')
-    from unnest(priorities) with ordinality as u (p, n)
-    where u.p not between 0 and 9;
+    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
+        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
+    end if;
+    perform pgqueue._raise_invalid(pgqueue._element(k.argument, k.n, k.messages), left(k.given, 300), k.expected)
+    from (
+        select 'dedup_key' as argument, u.k as given, u.n, cardinality(dedup_keys) as messages, '1 to 255 characters' as expected
+        from unnest(dedup_keys) with ordinality as u (k, n) where char_length(u.k) not between 1 and 255
+        union all
+        select 'group_key', u.k, u.n, cardinality(group_keys), '1 to 255 characters'
+        from unnest(group_keys) with ordinality as u (k, n) where char_length(u.k) not between 1 and 255
+        union all
+        select 'priority', u.p::text, u.n, cardinality(priorities), 'an integer from 0 to 9'
+        from unnest(priorities) with ordinality as u (p, n) where u.p not between 0 and 9
+    ) k;
 end;
 $$;
 
@@ -186,9 +194,9 @@ begin
         if queue_name is null then
             perform pgqueue._raise('queue_not_found', queue_name);
         end if;
-        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
-        if char_length(group_key) not between 1 and 255 or priority not between 0 and 9 then
-            perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+        if on_duplicate is distinct from 'keep' or char_length(group_key) not between 1 and 255 or priority not between 0 and 9
+        then
+            perform pgqueue._check_keys(array[dedup_key], array[group_key], array[priority], on_duplicate);
         end if;
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
@@ -368,16 +376,15 @@ begin
     if n = 0 then
         return;
     end if;
+    if group_keys is not null or priorities is not null or dedup_keys is not null or on_duplicate is distinct from 'keep' then
+        perform pgqueue._check_keys(dedup_keys, group_keys, priorities, on_duplicate);
+    end if;
     if group_keys is not null or priorities is not null then
-        perform pgqueue._check_groups_and_priorities(group_keys, priorities);
         headers := array(
             select pgqueue._with_group_and_priority(u.h, u.k, u.p)
             from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
             order by u.n
         );
-    end if;
-    if dedup_keys is not null or on_duplicate is distinct from 'keep' then
-        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)

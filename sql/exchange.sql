@@ -31,7 +31,10 @@ begin
             select array_agg(g.id) into acked from gone g;
             -- All claims of a plain queue were lost, or the messages are in the partition of another kind.
             acked := coalesce(
-                acked, array(select d.id from pgqueue._delete_claimed(exchange.queue_name collate "C", ids, claim_token) d));
+                acked, array(
+                    select d.id from pgqueue._delete_messages(
+                        exchange.queue_name collate "C",
+                        (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C"), ids, claim_token) d));
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;

@@ -12,14 +12,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz) returns timestamptz
-language plpgsql volatile as $$
-begin
-    perform pgqueue._wake_if_waiting(q, pgqueue._now());
-    return claim_end;
-end;
-$$;
-
 create or replace function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 ) returns boolean
@@ -33,7 +25,7 @@ begin
     if q.kind is null then
         until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
         update pgqueue.messages_shared m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         where m.queue_name = q.name and m.id = extend.id
             and pgqueue._is_claimed_by(m, extend.claim_token);
     else
@@ -65,7 +57,7 @@ begin
     if q.kind is null then
         return query
         update pgqueue.messages_shared m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
@@ -74,7 +66,7 @@ begin
     end if;
     return query
     update pgqueue.messages m
-    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+    set visible_at = case when m.visible_at <= until or pgqueue._wake_if_waiting(q, pgqueue._now()) is not null then until end
     from pgqueue._lookup_keys(q.name, ids) k
     where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))

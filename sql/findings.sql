@@ -65,7 +65,7 @@ language sql volatile as $$
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name)
     from (
         select c.id from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
+        where c.queue_name = q.name and c.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at
         order by c.due_at, c.id limit 1000
     ) d
     cross join lateral (
@@ -178,7 +178,7 @@ begin
     select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
     from (
         select d.died_at from pgqueue.dead_messages d
-        where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
+        where d.queue_name = q.name and d.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id
         order by d.id limit 1000
     ) w;
     was_ahead := coalesce(seen_at > at + interval '1 min', false);

@@ -2,12 +2,9 @@
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
-create or replace function pgqueue._archive_marker(queue_name text) returns text
-language sql immutable parallel safe as $$ select pgqueue._sequence_name('archives', queue_name) $$;
-
 create or replace function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
-as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive is
 'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
 
@@ -35,64 +32,58 @@ $$;
 comment on function pgqueue._has_day_partition is
 'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
-create or replace function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
-returns setof pgqueue.messages language plpgsql volatile as $$
-declare
-    queue_kind bigint;
+create or replace function pgqueue._delete_messages(
+    queue_name text, kind bigint, ids bigint[], claim_token uuid default null
+) returns setof pgqueue.messages
+language plpgsql volatile as $$
 begin
-    return query
-    delete from pgqueue.messages_shared m
-    using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-        and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-    returning m.*;
-    if not found then
-        queue_kind := (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name);
-        if queue_kind is not null then
-            return query
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-            where m.kind = queue_kind
-                and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
-                and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
-            returning m.*;
-        end if;
+    if kind is null then
+        return query
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(_delete_messages.queue_name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _delete_messages.queue_name, k.names, k.ids, k.id)
+            and (_delete_messages.claim_token is null or pgqueue._is_claimed_by(m, _delete_messages.claim_token))
+        returning m.*;
+    else
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_delete_messages.queue_name, ids) k
+        -- What plain SQL has sent, and claimed before it was moved, has no kind.
+        where (m.kind = _delete_messages.kind or m.kind is null)
+            and pgqueue._matches_key(m.queue_name, m.id, _delete_messages.queue_name, k.names, k.ids, k.id)
+            and (_delete_messages.claim_token is null or pgqueue._is_claimed_by(m, _delete_messages.claim_token))
+        returning m.*;
     end if;
 end;
 $$;
-
-create or replace function pgqueue._as_archived(m pgqueue.messages, at timestamptz) returns pgqueue.archived_messages
-language sql immutable parallel safe as $$
-    select row(
-        m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    )::pgqueue.archived_messages
-$$;
+comment on function pgqueue._delete_messages is
+'Deletes and returns messages of a queue of this kind: those of the claim or, if claim_token is null, all. The caller
+has locked the latter.';
 
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
 language plpgsql volatile as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
+    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     acked bigint[];
 begin
-    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        with kept as (
-            insert into pgqueue.unfiled_messages
-            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
-            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
-            returning unfiled_messages.id
-        )
-        select array_agg(k.id) into acked from kept k;
-    else
-        with kept as (
-            insert into pgqueue.archived_messages
-            select (pgqueue._as_archived(row(g.*)::pgqueue.messages, at)).*
-            from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) g
-            returning archived_messages.id
-        )
-        select array_agg(k.id) into acked from kept k;
-    end if;
-    return coalesce(acked, '{}');
+    with gone as (
+        select
+            g.id, g.queue_name, g.enqueued_at, g.claimed_at, at, g.attempt_count, g.max_attempts, g.expires_at,
+            g.message_id, g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        from pgqueue._delete_messages(
+            _ack_to_archive.queue_name collate "C",
+            (select q.kind from pgqueue.queues q where q.name = _ack_to_archive.queue_name collate "C"),
+            ids, _ack_to_archive.claim_token) g
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select g.* from gone g where is_filed
+    ),
+    unfiled as (
+        insert into pgqueue.unfiled_messages select g.* from gone g where not is_filed
+    )
+    select coalesce(array_agg(g.id), '{}') into acked from gone g;
+    return acked;
 end;
 $$;
 comment on function pgqueue._ack_to_archive is
@@ -163,6 +154,10 @@ as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
 language plpgsql volatile as $$
 begin
+    if reason = 'queue_dropped' then
+        m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+        m.expires_at := null;
+    end if;
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
     -- The row exists already if a dead letter was copied back into the queue by plain SQL and not deleted here.

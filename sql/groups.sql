@@ -8,18 +8,15 @@ language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
-comment on function pgqueue._group_position(jsonb, bigint) is
+comment on function pgqueue._group_position is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
-
-create or replace function pgqueue._group_position(m pgqueue.messages) returns bigint
-language sql immutable parallel safe as $$ select pgqueue._group_position(m.headers, m.id) $$;
 
 create or replace function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
 ) returns boolean
 language sql immutable parallel safe as $$
-    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
+    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m.headers, m.id) = place and m.id + 0 >= first_id
 $$;
 
 create or replace function pgqueue._places_left(
@@ -128,14 +125,14 @@ create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timesta
 returns bigint[] language plpgsql volatile as $$
 declare
     fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
-    first_id constant bigint := pgqueue._first_id_of(q.name);
+    first_id constant bigint := (pgqueue._sweep_state_of(q.name, '-infinity')).first_id;
     candidate_ids bigint[];
     visible_ids bigint[];
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= fresh_from_id
-            and pgqueue._group_position(m) < 4611686018427387904
+        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
@@ -148,8 +145,8 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= first_id
-                and pgqueue._group_position(m) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
@@ -178,8 +175,8 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= state.first_id
-                and pgqueue._group_position(m) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m.headers, m.id) >= state.first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
 end;
@@ -207,11 +204,11 @@ begin
         from walk w
         cross join lateral (
             select
-                pgqueue._group_position(m) as position, m.visible_at <= at as is_visible, pgqueue._is_ready(m, at) as is_ready
+                pgqueue._group_position(m.headers, m.id) as position, m.visible_at <= at as is_visible, pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
-                and pgqueue._group_position(m) > w.position
-                and pgqueue._group_position(m) < below_position
+                and pgqueue._group_position(m.headers, m.id) > w.position
+                and pgqueue._group_position(m.headers, m.id) < below_position
                 -- PostgreSQL compares it in the index, so no row that was removed before is read.
                 and m.id + 0 >= first_id
             limit 1
@@ -269,7 +266,7 @@ begin
         from pgqueue._lookup_keys(q.name, _remove_spent_of_groups.ids) k, pgqueue.messages m
         cross join lateral (
             select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
-            where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m), m.id)
+            where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m.headers, m.id), m.id)
             limit 100
         ) s
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and s.is_spent
@@ -291,7 +288,7 @@ declare
     started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
-    first_id constant bigint := pgqueue._first_id_of(q.name);
+    first_id constant bigint := (pgqueue._sweep_state_of(q.name, '-infinity')).first_id;
     locks_left int := 100;
     walk record;
     given record;

@@ -48,9 +48,9 @@ begin
                     q.created_at, q.updated_at, swept_at,
                     least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
                     (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'))
-                and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
-                and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
-                and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
+                and not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
+                and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
+                and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id)
             ) is not true then
                 -- Only an error releases the lock before the transaction ends, which may take long.
                 perform pgqueue._raise('queue_busy', q.name, 'drop_idle_queues');

@@ -2,9 +2,6 @@
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
 
-create or replace function pgqueue._rate_register(q pgqueue.queues) returns regclass
-language sql stable as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
-
 create or replace function pgqueue._on_queue_changed_limits(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 begin
@@ -17,34 +14,29 @@ begin
         is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
     then
         -- A waiting consumer knows only when the old limits allow the next message.
-        perform pgqueue._wake(after);
+        perform pg_notify(pgqueue.channel(after.name), '');
     end if;
 end;
 $$;
 
-create or replace function pgqueue._rate_period_micros(q pgqueue.queues) returns bigint
-language sql immutable parallel safe as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
-
--- In PL/pgSQL, as _level_registers.
-create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint) returns bigint
+create or replace function pgqueue._read_bucket(
+    q pgqueue.queues, now_micros bigint, out register regclass, out period bigint, out used_until bigint, out tokens int
+)
 language plpgsql volatile as $$
-declare
-    used_until constant bigint := pgqueue._register_value(pgqueue._rate_register(q));
 begin
+    register := format('pgqueue.queue_%s_rate_used_until', q.queue_id);
+    period := (date_part('epoch', q.rate_period) * 1000000)::bigint;
+    used_until := pgqueue._register_value(register);
     -- A time that is more than a period ahead was set before the clock was set back.
-    return greatest(
-        now_micros - pgqueue._rate_period_micros(q),
-        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end);
+    used_until := greatest(
+        now_micros - period,
+        case when used_until <= now_micros + period then used_until end);
+    tokens := greatest(0, (now_micros - used_until) * q.rate_limit / period);
 end;
 $$;
-
-create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
-returns bigint language sql immutable parallel safe
-as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-
-create or replace function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint) returns bigint
-language sql immutable parallel safe
-as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
+comment on function pgqueue._read_bucket is
+'The register of rate_limit, the microseconds in which the bucket fills, until when its tokens are used, and how many
+there are.';
 
 create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -87,11 +79,9 @@ create or replace function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
 ) returns int
 language plpgsql volatile as $$
-declare
-    now_micros constant bigint := pgqueue._to_micros(at);
 begin
     if q.rate_limit is not null then
-        wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+        wanted := least(wanted, (pgqueue._read_bucket(q, pgqueue._to_micros(at))).tokens);
     end if;
     if q.max_in_flight is not null and wanted > 0 then
         wanted := least(wanted, case
@@ -121,14 +111,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz) returns timestamptz
-language sql volatile as $$
-    select greatest(
-        case when q.rate_limit is not null then pgqueue._from_micros(
-            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
-        pgqueue._in_flight_full_until(q, at))
-$$;
-
 create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
@@ -150,17 +132,15 @@ of this transaction before. False if another transaction keeps the lock for long
 create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
 language plpgsql volatile as $$
 declare
-    now_micros bigint;
-    used_until bigint;
+    bucket record;
     taken int;
 begin
     begin
         perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
-        now_micros := pgqueue._to_micros(pgqueue._now());
-        used_until := pgqueue._rate_used_until(q, now_micros);
-        taken := least(wanted, pgqueue._available_tokens(q, now_micros, used_until));
+        bucket := pgqueue._read_bucket(q, pgqueue._to_micros(pgqueue._now()));
+        taken := least(wanted, bucket.tokens);
         if taken > 0 then
-            perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
+            perform setval(bucket.register, bucket.used_until + (taken * bucket.period + q.rate_limit - 1) / q.rate_limit);
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
         perform pgqueue._raise('queue_busy', q.name, 'claim');

@@ -40,14 +40,16 @@ begin
 
     if final_reason is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
-            perform pgqueue._count('dead', q.name, 1);
-            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
-            perform pgqueue._wake_dead_letter_queue(q);
+            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted')), pgqueue._count_dead(q, 1);
         end if;
         return;
     end if;
 
-    due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    due_at := pgqueue._add_interval(at, coalesce(delay, interval '1 s' * (
+        least(
+            date_part('epoch', q.backoff_max),
+            date_part('epoch', q.backoff_base) * q.backoff_factor ^ least(m.attempt_count - 1, 100)
+        ) * (1 - q.backoff_jitter * random()))));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
         -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
@@ -134,7 +136,7 @@ declare
 begin
     perform pgqueue._check_failure(0, delay, headers);
     for m in
-        select d.* from pgqueue._delete_messages(q, claims.held_ids) d
+        select d.* from pgqueue._delete_messages(q.name, q.kind, claims.held_ids) d
     loop
         perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
         -- As in release, each message gets a due time of its own.
@@ -248,7 +250,7 @@ begin
         return released;
     end if;
     with given_back as (
-        select m from pgqueue._delete_claimed(q.name, ids, _release_held.claim_token) m
+        select m from pgqueue._delete_messages(q.name, q.kind, ids, _release_held.claim_token) m
     )
     insert into pgqueue.scheduled_messages
     select (pgqueue._as_scheduled(

@@ -8,18 +8,14 @@ comment on function pgqueue.channel is
 'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
 would be longer than an identifier. Notifications carry no payload.';
 
-create or replace function pgqueue._wake(q pgqueue.queues) returns void
+create or replace function pgqueue._count_dead(q pgqueue.queues, messages int) returns void
 language plpgsql volatile as $$
 begin
-    -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
-    -- would not notify in the meantime, and the consumer would sleep past their messages.
-    perform pg_notify(pgqueue.channel(q.name), '');
+    if pgqueue._count('dead', q.name, messages) > 0 and q.dead_letter_to is not null then
+        perform pg_notify(pgqueue.channel(q.dead_letter_to), '');
+    end if;
 end;
 $$;
-
-create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues) returns void
-language sql volatile
-as $$ select case when q.dead_letter_to is not null then pg_notify(pgqueue.channel(q.dead_letter_to), '') end $$;
 
 create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -28,7 +24,9 @@ declare
     longest constant bigint := pgqueue._to_micros(at + interval '24 h');
 begin
     if until > pgqueue._to_micros(at) then
-        perform pgqueue._wake(q);
+        -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other
+        -- transactions would not notify in the meantime, and the consumer would sleep past their messages.
+        perform pg_notify(pgqueue.channel(q.name), '');
     end if;
     -- No consumer waits for longer. The value was set while the clock was wrong, and every enqueue would notify until
     -- then.

@@ -34,7 +34,7 @@ language sql stable as $$
         from (
             select c.id from pgqueue.requeued_messages c
             where c.queue_name = _sample_requeued_ids.queue_name
-                and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
+                and c.check_at >= (pgqueue._sweep_state_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)).first_check_at
             order by c.check_at, c.id limit greatest(5000, 2 * wanted)
         ) r
         where r.id <@ within

@@ -386,7 +386,7 @@ begin
     set paused_at = null, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C" and queues.paused_at is not null;
     resumed := found;
-    perform pgqueue._wake(q);
+    perform pg_notify(pgqueue.channel(q.name), '');
     return resumed;
 end;
 $$;

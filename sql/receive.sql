@@ -29,7 +29,7 @@ begin
     -- is_filed is null if the queue keeps no archive.
     return query
     with gone as (
-        select m.* from pgqueue._delete_messages(pgqueue._get_unlocked_queue(queue_name), candidates.ids) m
+        select m.* from pgqueue._delete_messages(receive.queue_name collate "C", candidates.kind, candidates.ids) m
     ),
     done as (
         select

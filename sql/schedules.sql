@@ -167,7 +167,7 @@ declare
     s pgqueue.schedules;
 begin
     perform pgqueue._require(if_not_exists is not null, 'if_not_exists', null, 'true or false');
-    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+    perform pgqueue._check_keys(null, array[group_key], array[priority]);
     s := row(
         name, queue_name, cron, payload, pgqueue._with_group_and_priority(headers, group_key, priority), time_zone,
         paused, catch_up, null, null, null);
@@ -221,7 +221,7 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+    perform pgqueue._check_keys(null, array[group_key], array[priority]);
     s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), group_key, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);

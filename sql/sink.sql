@@ -41,8 +41,7 @@ begin
         ) with ordinality
             as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, dedup_key, place)
     loop
-        perform pgqueue._check_dedup(array[m.dedup_key], 'keep');
-        perform pgqueue._check_groups_and_priorities(array[m.group_key], array[m.priority]);
+        perform pgqueue._check_keys(array[m.dedup_key], array[m.group_key], array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
         perform pgqueue._check_content(q, m.payload, m.body, m.headers);
     end loop;

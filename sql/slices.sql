@@ -49,25 +49,6 @@ comment on function pgqueue._move_due_slice is
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
 
-create or replace function pgqueue._delete_messages(q pgqueue.queues, ids bigint[]) returns setof pgqueue.messages
-language plpgsql volatile as $$
-begin
-    if q.kind is not null then
-        return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*;
-    else
-        return query
-        delete from pgqueue.messages_shared m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*;
-    end if;
-end;
-$$;
-
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -86,7 +67,8 @@ begin
             open spent for
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                where (m.kind = q.kind or m.kind is null)
+                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
                 for update of m skip locked;
         else
             open spent for
@@ -107,7 +89,7 @@ begin
             slices_left := slices_left - 1;
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, slice_ids) g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q.name, q.kind, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -124,10 +106,7 @@ begin
         has_more := false;
         return;
     end;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
-    if all_died > 0 then
-        perform pgqueue._wake_dead_letter_queue(q);
-    end if;
+    perform pgqueue._count_dead(q, all_died);
 end;
 $$;
 comment on function pgqueue._remove_spent_messages is
@@ -192,7 +171,7 @@ begin
                 select m.id
                 from (
                     select r.id from pgqueue.requeued_messages r
-                    where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                    where r.queue_name = q.name and r.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
                     order by r.check_at, r.id limit 10000
                 ) c
                 -- `offset 0` keeps the planner from a join that reads the whole queue.

@@ -137,7 +137,7 @@ create or replace function pgqueue._count_others(
 )
 language plpgsql stable as $$
 declare
-    first_id constant bigint := pgqueue._first_id_of(queue_name);
+    first_id constant bigint := (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id;
     max_counted int;
     deep_samples bigint;
 begin
@@ -182,7 +182,7 @@ begin
         q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) r
     where exists (
         select from pgqueue.requeued_messages c
-        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+        where c.queue_name = q.name and c.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
     );
     if requeued_ids is not null then
         select
@@ -196,7 +196,7 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at) and c.due_at <= at
+        where c.queue_name = q.name and c.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at and c.due_at <= at
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
@@ -248,20 +248,15 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._total_query(role text, queue_name text) returns text
-language sql stable as $$
-    select coalesce(
-        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)', 'null')
-$$;
-
 create or replace function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
     -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
-    execute format(
-        'select %s, %s, %s, %s',
-        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
-        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    execute format('select %s', (
+        select string_agg(
+            case when c is null then 'null' else format('(select t.last_value - (not t.is_called)::int from %s t)', c) end,
+            ', ' order by r.place)
+        from unnest(pgqueue._counter_roles()) with ordinality as r (role, place), pgqueue._counter(r.role, s.queue_name) as c))
     into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
     return s;
 end;

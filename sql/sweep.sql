@@ -39,7 +39,7 @@ begin
         if cardinality(moved_ids) >= 50 and pgqueue._has_time() then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808,
+                q, at, greatest((pgqueue._sweep_state_of(q.name, at)).first_check_at, at - interval '1 min'), -9223372036854775808,
                 2 * cardinality(moved_ids)) r;
         end if;
         -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
@@ -70,7 +70,7 @@ begin
         );
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        where s.queue_name = q.name and s.due_at >= greatest((pgqueue._sweep_state_of(q.name, at)).first_due_at, at - interval '1 min')
         order by s.due_at limit 1;
         next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
         if is_unsettled then

@@ -65,15 +65,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._first_id_of(queue_name text) returns bigint
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, '-infinity')).first_id $$;
-
-create or replace function pgqueue._first_due_at_of(queue_name text, at timestamptz) returns timestamptz
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_due_at $$;
-
-create or replace function pgqueue._first_check_at_of(queue_name text, at timestamptz) returns timestamptz
-language sql stable as $$ select (pgqueue._sweep_state_of(queue_name, at)).first_check_at $$;
-
 create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
 language sql stable parallel safe as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'

@@ -131,7 +131,7 @@ begin
     smallest.name := coalesce(smallest.name, '');
     perform pgqueue._check_enqueue(delay, expires_in), pgqueue._check_content(smallest, payload, body, headers);
     if dedup_key is not null or on_duplicate is distinct from 'keep' then
-        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
+        perform pgqueue._check_keys(array[dedup_key], null, null, on_duplicate);
     end if;
 end;
 $$;
@@ -181,7 +181,7 @@ begin
             or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
         );
     if group_key is not null or priority is not null then
-        perform pgqueue._check_groups_and_priorities(array[group_key], array[priority]);
+        perform pgqueue._check_keys(null, array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     headers := case when headers is null or jsonb_typeof(headers) = 'object'

@@ -88,9 +88,9 @@ begin
     -- message before it is due.
     is_due := exists (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
+        where s.queue_name = q.name and s.due_at between (pgqueue._sweep_state_of(q.name, at)).first_due_at and at + interval '15 s');
     if is_due and (t.head is not null or seen.next_at not between at - interval '2 s' and at + interval '1 min') then
-        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, (pgqueue._sweep_state_of(q.name, at)).first_due_at);
     end if;
     if t.head is null then
         return seen.head;

@@ -4,7 +4,7 @@
 create or replace function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
+    perform pg_notify(pgqueue.channel((pgqueue._get_locked_queue(queue_name)).name), '');
 end;
 $$;
 comment on function pgqueue.wake is
@@ -46,7 +46,7 @@ begin
         least(
             (
                 select s.due_at from pgqueue.scheduled_messages s
-                where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
+                where s.queue_name = q.name and s.due_at >= (pgqueue._sweep_state_of(q.name, at)).first_due_at
                 order by s.due_at limit 1
             ),
             requeued.due_at, others.due_at),
@@ -57,7 +57,7 @@ begin
             select min(m.visible_at) as due_at, count(m.visible_at) as living
             from (
                 select r.id from pgqueue.requeued_messages r
-                where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                where r.queue_name = q.name and r.check_at >= (pgqueue._sweep_state_of(q.name, at)).first_check_at
                 order by r.check_at limit 1000
             ) c
             cross join lateral (select pgqueue._visible_at_of(q, c.id) as visible_at offset 0) m
@@ -75,7 +75,7 @@ begin
         select from pgqueue.queues s
         cross join lateral (
             select from pgqueue.dead_messages d
-            where d.queue_name = s.name and d.id >= pgqueue._first_id_of(s.name)
+            where d.queue_name = s.name and d.id >= (pgqueue._sweep_state_of(s.name, '-infinity')).first_id
             limit 1
         ) d
         where s.dead_letter_to = q.name
@@ -87,8 +87,13 @@ begin
         perform pgqueue._record_if_old(q);
     end if;
     -- While a session drops the queue, reading the register of rate_limit would wait for it.
-    return case when due_at is not null then greatest(
-        due_at, case when q.rate_limit is null or pgqueue._try_lock_existing_queue(q) then pgqueue._allowed_at(q, at) end) end;
+    if q.rate_limit is not null and pgqueue._try_lock_existing_queue(q) then
+        select case when due_at is not null
+            then greatest(due_at, pgqueue._from_micros(b.used_until + (b.period + q.rate_limit - 1) / q.rate_limit)) end
+        into due_at
+        from pgqueue._read_bucket(q, pgqueue._to_micros(at)) b;
+    end if;
+    return case when due_at is not null then greatest(due_at, pgqueue._in_flight_full_until(q, at)) end;
 end;
 $$;
 comment on function pgqueue.next_due_at is

@@ -458,7 +458,7 @@ begin
     for relation in
         select c.oid from pg_class c, pgqueue.queues q
         where q.name = queue_name and c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S')
-            and c.relname ~ format('_(%s|%s)(_|$)', q.queue_id, split_part(pgqueue._archive_marker(q.name), 'archives_', 2))
+            and c.relname ~ format('_(%s|%s)(_|$)', q.queue_id, split_part(pgqueue._sequence_name('archives', q.name), 'archives_', 2))
     loop
         n := n + 1;
         set local role pgqueue_test_own_consumer;
