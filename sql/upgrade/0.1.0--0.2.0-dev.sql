@@ -10,3 +10,10 @@ drop function pgqueue._on_housekeeping_due_archive, pgqueue._on_housekeeping_due
 drop function pgqueue._compactable_tables, pgqueue._overgrown_tables, pgqueue._tables_to_compact, pgqueue._column_list;
 drop function pgqueue._remove_expired_results, pgqueue._compact_table, pgqueue._is_first_statement, pgqueue._is_idle;
 drop function pgqueue._are_only_visible;
+drop function pgqueue._backoff, pgqueue._wake, pgqueue._wake_dead_letter_queue, pgqueue._archive_marker;
+drop function pgqueue._delete_claimed, pgqueue._as_archived, pgqueue._add_undelivered_dead_letter;
+drop function pgqueue._check_dedup, pgqueue._check_groups_and_priorities, pgqueue._first_id_of;
+drop function pgqueue._first_due_at_of, pgqueue._first_check_at_of, pgqueue._delete_messages;
+drop function pgqueue._group_position(pgqueue.messages), pgqueue._rate_register, pgqueue._rate_period_micros;
+drop function pgqueue._rate_used_until, pgqueue._available_tokens, pgqueue._token_refill_micros, pgqueue._allowed_at;
+drop function pgqueue._announce_claim_end, pgqueue._total_query;
