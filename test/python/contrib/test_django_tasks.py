@@ -93,6 +93,17 @@ def test_a_task_and_its_result_are_sent_in_the_open_transaction() -> None:
 
 
 @pytest.mark.parametrize("transactional", [True, False])
+def test_a_task_is_committed_where_django_does_not_commit(
+    transactional: bool, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks.add.enqueue(1)
+    monkeypatch.setitem(connections.settings["default"], "AUTOCOMMIT", False)
+    assert run(transactional).succeeded == 1
+    with shop.connect() as beside:
+        assert value(beside, "select status from pgqueue.results") == "successful"
+
+
+@pytest.mark.parametrize("transactional", [True, False])
 def test_a_result_has_value_times_and_worker(transactional: bool, caplog: pytest.LogCaptureFixture) -> None:
     before = datetime.now(UTC)
     with signals() as seen:

@@ -192,6 +192,8 @@ def task_consumer(
 def _run(backend: PgqueueBackend, transactional: bool, delivery: Delivery) -> None:
     message = delivery.message
     tasks = queue(message.queue_name, backend.database)
+    # With AUTOCOMMIT off in the settings, nobody would commit on this thread.
+    transaction.set_autocommit(True, using=backend.database)
     begun = tasks.update_result(message.id, "running", worker=message.claimed_by or "")
     if begun is None:
         raise LookupError(f"message {message.id} of queue {message.queue_name} has no result: is it a task?")
