@@ -614,7 +614,8 @@ def _run_keeper(home: Path, tcp: bool = False) -> None:
             _start_after_another(server)
             with psycopg.connect(server.dsn, autocommit=True) as connection:
                 connection.execute("create extension if not exists pgqueue")
-                connection.execute("alter extension pgqueue update")
+                with contextlib.suppress(psycopg.errors.InvalidParameterValue):  # The data has a later version.
+                    connection.execute("alter extension pgqueue update")
             # Only this user may read the file, because the umask is 077.
             (home / _DSN_FILE).write_text(f"{server.dsn}\n{server.tcp_dsn}" if tcp else server.dsn)
             # A lock that ends with this process, however it ends. It tells that the server goes on.

@@ -41,7 +41,9 @@ def test_commands_without_a_dsn_share_persistent_data(home: Path) -> None:
     assert [queue["name"] for queue in listed.records] == ["orders"]
     assert listed.err == f"pgqueue: no --dsn: using the embedded database in {home}\n"
     assert keepers(home) == [keeper]
-    # Stopped, and started again by the next command.
+    # Stopped, and started again by the next command, also after pgqueue of a later version has used the data.
+    with psycopg.connect((home / "dsn").read_text()) as connection:
+        connection.execute("update pg_extension set extversion = '1000.0.0' where extname = 'pgqueue'")
     os.kill(keeper, signal.SIGTERM)
     wait_for(lambda: not keepers(home))
     assert not (home / "data/postmaster.pid").exists()
