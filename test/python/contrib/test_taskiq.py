@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
@@ -143,6 +145,31 @@ async def test_a_task_that_is_claimed_while_a_worker_stops_is_released(
             await until(lambda: broker._is_closed)
         await stopping
         assert [message.attempt_count for message in tasks.browse("ready")] == [0]
+
+
+async def test_a_worker_that_waits_stops_at_a_signal(own_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened, stop, gate = [], asyncio.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def wait() -> None:
+        while sys._current_frames()[main].f_code.co_name != "select":  # The event loop sleeps.
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+        gate.wait(PATIENCE)
+        happened.append("the wait ended")
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop.set())  # as the worker of taskiq does
+    try:
+        async with started(own_database) as broker:
+            monkeypatch.setattr(broker, "_wait", wait)
+            listening = asyncio.create_task(anext(broker.listen()))
+            await stop.wait()
+            happened.append("the worker stops")
+            gate.set()
+            listening.cancel()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert happened[0] == "the worker stops"
 
 
 async def test_a_long_task_stays_claimed(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:

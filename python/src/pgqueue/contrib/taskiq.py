@@ -29,6 +29,7 @@ __all__ = ["PgqueueBroker"]
 
 _logger = logging.getLogger("pgqueue.taskiq")
 _RETRY_SECONDS: Final = 1.0  # after the connection broke
+_AWAKE_SECONDS: Final = 0.5
 
 
 class PgqueueBroker(AsyncBroker):
@@ -107,7 +108,7 @@ class PgqueueBroker(AsyncBroker):
                         if data := self._readable(message.body, lease):
                             yield AckableMessage(data=data, ack=partial(self._claims.settle, lease, "ack"))
                 if is_empty:
-                    await asyncio.to_thread(self._wait)
+                    await self._wait_awake()
             except (psycopg.Error, OSError) as error:
                 if not is_trouble(error):
                     raise
@@ -133,6 +134,16 @@ class PgqueueBroker(AsyncBroker):
     def _claim(self, queue_name: str) -> list[tuple[Message, Lease]]:
         with self._waiting:  # What `shutdown` does not know, it could not release.
             return [] if self._is_closed else self._claims.claim(queue_name, 1)
+
+    async def _wait_awake(self) -> None:
+        """Wait in a thread. The signal that stops a worker of taskiq does not wake the event loop, so a timer does."""
+        waiting = asyncio.create_task(asyncio.to_thread(self._wait))
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=_AWAKE_SECONDS)
+        finally:
+            waiting.cancel()
+        await waiting
 
     def _wait(self) -> None:
         with self._waiting:
