@@ -5,8 +5,8 @@
 #     test/bare.sh release
 # With names of test files it runs `make demo` and these files. `release` has the files of .cache/release in place of the
 # clone: it installs the Python package by name, the extension into Debian's PostgreSQL, and runs the first SQL of the
-# README and the tutorial. A chroot has no user namespaces. The capabilities are those of a container by default. The script needs root and debootstrap, and passes on this machine's settings of apt,
-# pip and npm.
+# README and the tutorial. A chroot has no user namespaces. The capabilities are those of a container by default. The
+# script needs root and debootstrap, and passes on this machine's settings of apt, pip and npm.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 cache=$repository/.cache/bare
