@@ -63,6 +63,13 @@ def test_each_expression_names_metrics_and_labels_of_the_service(name: str, leas
         assert set(re.findall(r"(\w+)=~?\"", expression)) <= LABELS, expression
 
 
+@pytest.mark.parametrize("name", ["alerts.yaml", "dashboard.json"])
+def test_figures_of_a_queue_are_one_series_however_many_servers_export_them(name: str) -> None:
+    for expression in filter(lambda text: not text.startswith("label_values"), expressions(name)):
+        outside = re.sub(r"max by \(service, database, queue\) \((?:[^()]|\([^()]*\))*\)", "", expression)
+        assert not re.findall(r"\bpgqueue_(?!http_)\w+", outside), expression
+
+
 def test_the_query_for_keda_counts_what_a_consumer_could_work_on(
     pgqueue_new_queue: Callable[..., pgqueue.Queue], pgqueue_connection: psycopg.Connection[Any]
 ) -> None:
