@@ -33,6 +33,9 @@ drop function pgqueue._first_due_at_of, pgqueue._first_check_at_of, pgqueue._del
 drop function pgqueue._group_position(pgqueue.messages), pgqueue._rate_register, pgqueue._rate_period_micros;
 drop function pgqueue._rate_used_until, pgqueue._available_tokens, pgqueue._token_refill_micros, pgqueue._allowed_at;
 drop function pgqueue._announce_claim_end, pgqueue._total_query;
+drop function pgqueue._refuse_cron, pgqueue._last_tick, pgqueue._raise_null_column, pgqueue._relation_query;
+drop function pgqueue._contract_comment, pgqueue._check_contract_schema, pgqueue._subscriptions_comment;
+drop function pgqueue._check_exposure;
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 
@@ -160,6 +163,12 @@ begin
             errcode = 'duplicate_object',
             message = format('queue %s is already exposed as %s', quoted, args[2]),
             hint = format('Drop that relation first: select pgqueue.unexpose_transport(%s).', quoted);
+        -- The message and the fields are those of a table with a not-null constraint.
+        when 'null_column' then raise exception using
+            errcode = 'not_null_violation',
+            message = format('null value in column "%s" of relation "%s" violates not-null constraint', args[3], args[2]),
+            hint = 'A table of the transport has the same constraint. Headers may be {}.',
+            schema = args[1], table = args[2], column = args[3];
     end case;
 end;
 $$;
@@ -1051,14 +1060,16 @@ begin
     end if;
     -- The register is set before the calls: one session does the work, even if its transaction fails.
     perform setval(register, pgqueue._to_micros(at + pause));
-    for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
-        execute format('select %s($1)', handler) using at;
-    end loop;
-    perform pgqueue._request_at_commit(p.proname, at)
-    from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
+    begin
+        for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
+            execute format('select %s($1)', handler) using at;
+        end loop;
+        perform pgqueue._request_at_commit(p.proname, at)
+        from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
+    exception when others then
+        -- A full disk or a lock must not fail a claim.
+        null;
+    end;
 end;
 $$;
 comment on function pgqueue._call_if_due is
@@ -8840,12 +8851,6 @@ Raises 22023, PQ003.';
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _next_tick.
 
-create or replace function pgqueue._refuse_cron(cron text, problem text) returns void
-language sql stable as $$
-    select pgqueue._raise_invalid(
-        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem))
-$$;
-
 create or replace function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
@@ -8864,11 +8869,11 @@ declare
         when '@annually' then '0 0 1 1 *'
         else trimmed
     end, '[[:space:]]+');
-    problem text;
+    problem text := case
+        when cron is null or char_length(cron) > 200 then 'it must have at most 200 characters'
+        when cardinality(fields) <> 5 then format('it has %s', pgqueue._with_number(cardinality(fields), 'field'))
+    end;
 begin
-    if cardinality(fields) is distinct from 5 then
-        perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
-    end if;
     -- Materialized: otherwise every use of a column would match the part again.
     with ranges as materialized (
         select
@@ -8894,14 +8899,16 @@ begin
         ) as v
     )
     select
-        min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
-            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true),
-        array_agg(v) filter (where r.n = 1), array_agg(v) filter (where r.n = 2), array_agg(v) filter (where r.n = 3),
-        array_agg(v) filter (where r.n = 4), array_agg(v % 7) filter (where r.n = 5)
+        coalesce(problem, min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
+            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true)),
+        array_agg(distinct v) filter (where r.n = 1), array_agg(distinct v) filter (where r.n = 2),
+        array_agg(distinct v) filter (where r.n = 3), array_agg(distinct v) filter (where r.n = 4),
+        array_agg(distinct v % 7) filter (where r.n = 5)
     into problem, minutes, hours, days, months, weekdays
     from ranges r left join generate_series(r.first_value, r.last_value, nullif(r.step, 0)) as v on true;
     if problem is not null then
-        perform pgqueue._refuse_cron(cron, problem);
+        perform pgqueue._raise_invalid(
+            'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
     end if;
     is_fixed := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -8970,29 +8977,6 @@ $$;
 comment on function pgqueue._next_tick is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
-
-create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz) returns timestamptz
-language plpgsql stable as $$
-declare
-    span interval := interval '1 min';
-    early timestamptz := at - span;
-begin
-    -- Step back until a tick lies between early and at, and then forward by half of the step while one still does.
-    while pgqueue._next_tick(cron, time_zone, early) > at loop
-        span := 2 * span;
-        early := at - span;
-    end loop;
-    while span > interval '1 min' loop
-        span := span / 2;
-        if pgqueue._next_tick(cron, time_zone, early + span) <= at then
-            early := early + span;
-        end if;
-    end loop;
-    return pgqueue._next_tick(cron, time_zone, early);
-end;
-$$;
-comment on function pgqueue._last_tick is
-'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
 -- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
 -- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
@@ -9040,6 +9024,8 @@ declare
     at constant timestamptz := pgqueue._now();
     s pgqueue.schedules;
     tick timestamptz;
+    span interval := interval '1 min';
+    early timestamptz;
 begin
     -- A message that comes back with a delay has the header, too, but is no longer the next one.
     select schedules.* into s from pgqueue.schedules
@@ -9057,8 +9043,21 @@ begin
             tick := pgqueue._next_tick(s.cron, s.time_zone, greatest(at, old.due_at));
             s.last_at := s.next_at;
             if old.expires_at <= at then
-                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid.
-                tick := pgqueue._last_tick(s.cron, s.time_zone, at);
+                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid. Step
+                -- back until a tick lies between early and at, and then forward by half of the step while one still
+                -- does. The tick that has expired is one.
+                early := at - span;
+                while pgqueue._next_tick(s.cron, s.time_zone, early) > at loop
+                    span := 2 * span;
+                    early := at - span;
+                end loop;
+                while span > interval '1 min' loop
+                    span := span / 2;
+                    if pgqueue._next_tick(s.cron, s.time_zone, early + span) <= at then
+                        early := early + span;
+                    end if;
+                end loop;
+                tick := pgqueue._next_tick(s.cron, s.time_zone, early);
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
@@ -9133,12 +9132,8 @@ begin
     perform pgqueue._require(zone is not null, 'time_zone', s.time_zone,
         'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
     s.time_zone := zone;
-    if s.cron is null or char_length(s.cron) > 200 then
-        perform pgqueue._refuse_cron(s.cron, 'it must have at most 200 characters');
-    end if;
-    if pgqueue._next_tick(s.cron, s.time_zone, at) is null then
-        perform pgqueue._refuse_cron(s.cron, 'no day has this date');
-    end if;
+    perform pgqueue._require(pgqueue._next_tick(s.cron, s.time_zone, at) is not null, 'cron', s.cron,
+        'a cron expression with a date that a day has');
     perform pgqueue._check_content(q, s.payload, null, pgqueue._tick_headers(s, at));
     return s;
 end;
@@ -9379,10 +9374,19 @@ begin
         where c.queue_name = q.name and c.id = cancel.id for update skip locked
     );
     if not found then
-        delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = (
-            select c.id from pgqueue.messages c
+        delete from pgqueue.messages_shared m
+        where m.ctid = (
+            select c.ctid from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or pgqueue._is_unclaimed(c))
+            for update skip locked
+        );
+    end if;
+    if not found and q.kind is not null then
+        delete from pgqueue.messages m
+        where m.kind = q.kind and m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.kind = q.kind and c.queue_name = q.name and c.id = cancel.id
+                and (c.visible_at <= at or pgqueue._is_unclaimed(c))
             for update skip locked
         );
     end if;
@@ -9453,17 +9457,27 @@ begin
         where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for no key update skip locked
     );
     if not found then
-        -- In a queue with group_limit 1 a message waits here for its retry.
-        update pgqueue.messages m
+        -- In a queue with group_limit 1, or that had it, a message waits here for its retry.
+        update pgqueue.messages_shared m
         set visible_at = new_due_at
-        where m.queue_name = q.name and m.id = (
-            select c.id from pgqueue.messages c
+        where m.ctid = (
+            select c.ctid from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at and pgqueue._is_unclaimed(c)
             for update skip locked
         );
-        if not found then
-            return false;
-        end if;
+    end if;
+    if not found and q.kind is not null then
+        update pgqueue.messages m
+        set visible_at = new_due_at
+        where m.kind = q.kind and m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.kind = q.kind and c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at
+                and pgqueue._is_unclaimed(c)
+            for update skip locked
+        );
+    end if;
+    if not found then
+        return false;
     end if;
     perform pgqueue._announce_due(q, new_due_at);
     return true;
@@ -9477,18 +9491,6 @@ moment, or if it is gone. Does not wait for consumers. For the message of a futu
 alter_schedule instead. Raises 22023, PQ001.';
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
-
-create or replace function pgqueue._raise_null_column(schema_name name, table_name name, column_name name) returns void
-language plpgsql stable as $$
-begin
-    -- The message and the fields are those of a table with a not-null constraint.
-    raise exception using
-        errcode = 'not_null_violation',
-        message = format('null value in column "%s" of relation "%s" violates not-null constraint', column_name, table_name),
-        hint = 'A table of the transport has the same constraint. Headers may be {}.',
-        schema = schema_name, table = table_name, column = column_name;
-end;
-$$;
 
 -- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
@@ -9523,10 +9525,10 @@ declare
     legacy jsonb;
 begin
     if new.id is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'id');
     end if;
     if new.headers is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'headers');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'headers');
     end if;
     if octet_length(new.headers) > largest then
         perform pgqueue._raise('payload_too_large', q.name, 'column headers', octet_length(new.headers)::text, largest::text);
@@ -9736,33 +9738,6 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean) returns text
-language sql stable as $$
-    select format(
-        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
-        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
-        -- lookup by key.
-        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
-        ' and m.transport_seq >= ('
-        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
-        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
-        -- empty table would never call advance_transport, and no message would ever come due.
-        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
-        case when flavor = 'sqlserver' then
-            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
-            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
-        end,
-        case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
-        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
-$$;
-comment on function pgqueue._relation_query is
-'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
-transport deletes itself.';
-
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
 ) returns text
@@ -9771,6 +9746,7 @@ declare
     relation constant text := format('%I.%I', schema_name, table_name);
     register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
     name constant text := format('messages_%s', q.queue_id);
+    is_sqlserver constant boolean := flavor = 'sqlserver';
     partition regclass;
 begin
     perform pgqueue._require(
@@ -9817,7 +9793,29 @@ begin
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
-    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    -- The view shows messages that could be claimed, and expired ones, which the transport deletes itself.
+    execute format(
+        'create view %s as '
+        'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
+        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
+        -- lookup by key.
+        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
+        ' and m.transport_seq >= ('
+        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' then t.head else pgqueue.advance_transport(%L) end from %s t)'
+        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
+        -- empty table would never call advance_transport, and no message would ever come due.
+        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' or pgqueue.advance_transport(%L) is not null from %s t)',
+        relation,
+        case when is_sqlserver then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
+        case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
+        case when is_sqlserver then ' m.transport_seq as rowversion,' end,
+        partition, q.name, pgqueue._transport_table(q), q.name, pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
@@ -9842,13 +9840,24 @@ language sql stable as $$
     where c.oid = relation
 $$;
 
-create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
+create or replace function pgqueue._exposed_comment(kind text) returns text
+language sql immutable parallel safe as $$
+    select case kind
+        when 'contract' then 'A table of pgqueue, for plain SQL.' else 'The subscriptions of pgqueue, for a transport.' end
+$$;
+
+create or replace function pgqueue._check_exposure(
+    schema_name text, table_name text default null, for_role name default null
+) returns void
 language plpgsql stable as $$
 begin
     perform pgqueue._require(
-        schema_name !~ '^(pg_|pgqueue$|information_schema$)'
-        and exists (select from pg_namespace n where n.nspname = schema_name),
-        'schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
+        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)'
+        and (for_role is null or exists (select from pg_namespace n where n.nspname = schema_name)), 'schema_name', schema_name,
+        format('the name of %s schema, other than pgqueue and the system schemas', case when for_role is null then 'a' else 'an existing' end));
+    if for_role is null then
+        return;
+    end if;
     perform pgqueue._require(
         octet_length(table_name) between 1 and 63, 'table_name', table_name, 'a name of 1 to 63 bytes');
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
@@ -10048,10 +10057,10 @@ begin
         return new;
     end if;
     if new.topic is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'topic');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'topic');
     end if;
     if new.queue_address is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'queue_address');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
     perform pgqueue._require_untruncated('{pgqueue.transports}');
@@ -10072,9 +10081,6 @@ create or replace trigger match_changed_subscription
 before update of queue_address on pgqueue.subscriptions
 for each row when (new.queue_address is distinct from old.queue_address)
 execute function pgqueue._match_subscription();
-
-create or replace function pgqueue._subscriptions_comment() returns text
-language sql immutable parallel safe as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 
 create or replace function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
@@ -10100,7 +10106,7 @@ begin
         ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
         relation);
     perform pgqueue._revoke_default_privileges(relation::regclass);
-    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('comment on view %s is %L', relation, pgqueue._exposed_comment('subscriptions'));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, caller);
     return pgqueue._transport_address(relation::regclass);
 end;
@@ -10132,7 +10138,7 @@ begin
     select c.oid into relation from pg_class c
     where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
         and pg_get_userbyid(c.relowner) = current_user
-        and obj_description(c.oid, 'pg_class') = pgqueue._subscriptions_comment();
+        and obj_description(c.oid, 'pg_class') = pgqueue._exposed_comment('subscriptions');
     if found then
         execute format('drop view %s', relation);
     end if;
@@ -10153,7 +10159,7 @@ language sql stable as $$
         and not exists (select from pgqueue.transports t where t.queue_name = q.name)
         and exists (
             select from pg_description d
-            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._exposed_comment('subscriptions'))
     union all
     select
         'warning', q.name, 'renamed_relation',
@@ -10166,22 +10172,12 @@ $$;
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
 
-create or replace function pgqueue._contract_comment() returns text
-language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
-
-create or replace function pgqueue._check_contract_schema(schema_name text) returns void
-language sql stable as $$
-    select pgqueue._require(
-        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)',
-        'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas')
-$$;
-
 create or replace function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class
 language sql stable as $$
     select c.* from pg_catalog.pg_class c
     where c.relnamespace = (select n.oid from pg_catalog.pg_namespace n where n.nspname = schema_name)
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
-        and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
+        and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._exposed_comment('contract')
 $$;
 
 create or replace function pgqueue.expose_contract(
@@ -10194,7 +10190,7 @@ declare
     relation text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
+    perform pgqueue._check_exposure(schema_name collate "C");
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
@@ -10213,7 +10209,7 @@ begin
             perform pgqueue._raise('not_allowed', caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
-        execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
+        execute format('comment on schema %I is %L', schema_name, pgqueue._exposed_comment('contract'));
         execute format('grant usage on schema %I to public', schema_name);
     elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
         perform pgqueue._raise('not_allowed', caller, 'create relations in schema', schema_name);
@@ -10223,7 +10219,7 @@ begin
         execute format(
             'create view %s with (security_invoker = true) as select t.* from pgqueue.%I t', relation, table_name);
         perform pgqueue._revoke_default_privileges(relation::regclass);
-        execute format('comment on view %s is %L', relation, pgqueue._contract_comment());
+        execute format('comment on view %s is %L', relation, pgqueue._exposed_comment('contract'));
         -- The rights on the table decide, because the view has security_invoker.
         execute format('grant select, insert, update, delete on %s to public', relation);
     end loop;
@@ -10248,7 +10244,7 @@ declare
     views regclass[];
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
+    perform pgqueue._check_exposure(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
@@ -10259,7 +10255,7 @@ begin
     if exists (
         select from pg_namespace n
         where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user
-            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
+            and obj_description(n.oid, 'pg_namespace') = pgqueue._exposed_comment('contract')
     ) then
         begin
             execute format('drop schema %I', schema_name);
@@ -10384,15 +10380,25 @@ declare
     dead pgqueue.dead_messages;
     attempts int;
     is_gone boolean;
+    queue_kind bigint;
 begin
     -- By one statement, as a message moves between the tables. One in scheduled_messages waits for its next attempt.
     select
         coalesce(
-            (select m.attempt_count from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id),
+            (select m.attempt_count from pgqueue.messages_shared m where m.queue_name = r.queue_name and m.id = r.id),
             (select 0 from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)),
         -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
-        exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null)
-    into attempts, is_gone;
+        exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null),
+        (select q.kind from pgqueue.queues q where q.name = r.queue_name)
+    into attempts, is_gone, queue_kind;
+    if attempts is null and queue_kind is not null then
+        select
+            coalesce(
+                (select m.attempt_count from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id),
+                (select 0 from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)),
+            exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null)
+        into attempts, is_gone;
+    end if;
     is_gone := is_gone and r.finished_at is null and attempts is null;
     if is_gone then
         select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;

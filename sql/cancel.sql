@@ -17,10 +17,19 @@ begin
         where c.queue_name = q.name and c.id = cancel.id for update skip locked
     );
     if not found then
-        delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = (
-            select c.id from pgqueue.messages c
+        delete from pgqueue.messages_shared m
+        where m.ctid = (
+            select c.ctid from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or pgqueue._is_unclaimed(c))
+            for update skip locked
+        );
+    end if;
+    if not found and q.kind is not null then
+        delete from pgqueue.messages m
+        where m.kind = q.kind and m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.kind = q.kind and c.queue_name = q.name and c.id = cancel.id
+                and (c.visible_at <= at or pgqueue._is_unclaimed(c))
             for update skip locked
         );
     end if;
@@ -91,17 +100,27 @@ begin
         where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for no key update skip locked
     );
     if not found then
-        -- In a queue with group_limit 1 a message waits here for its retry.
-        update pgqueue.messages m
+        -- In a queue with group_limit 1, or that had it, a message waits here for its retry.
+        update pgqueue.messages_shared m
         set visible_at = new_due_at
-        where m.queue_name = q.name and m.id = (
-            select c.id from pgqueue.messages c
+        where m.ctid = (
+            select c.ctid from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at and pgqueue._is_unclaimed(c)
             for update skip locked
         );
-        if not found then
-            return false;
-        end if;
+    end if;
+    if not found and q.kind is not null then
+        update pgqueue.messages m
+        set visible_at = new_due_at
+        where m.kind = q.kind and m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.kind = q.kind and c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at
+                and pgqueue._is_unclaimed(c)
+            for update skip locked
+        );
+    end if;
+    if not found then
+        return false;
     end if;
     perform pgqueue._announce_due(q, new_due_at);
     return true;

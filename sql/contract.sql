@@ -2,22 +2,12 @@
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
 
-create or replace function pgqueue._contract_comment() returns text
-language sql immutable parallel safe as $$ select 'A table of pgqueue, for plain SQL.' $$;
-
-create or replace function pgqueue._check_contract_schema(schema_name text) returns void
-language sql stable as $$
-    select pgqueue._require(
-        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)',
-        'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas')
-$$;
-
 create or replace function pgqueue._contract_views(schema_name text) returns setof pg_catalog.pg_class
 language sql stable as $$
     select c.* from pg_catalog.pg_class c
     where c.relnamespace = (select n.oid from pg_catalog.pg_namespace n where n.nspname = schema_name)
         and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
-        and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
+        and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._exposed_comment('contract')
 $$;
 
 create or replace function pgqueue.expose_contract(
@@ -30,7 +20,7 @@ declare
     relation text;
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
+    perform pgqueue._check_exposure(schema_name collate "C");
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
@@ -49,7 +39,7 @@ begin
             perform pgqueue._raise('not_allowed', caller, 'create schemas in database', current_database());
         end if;
         execute format('create schema %I', schema_name);
-        execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
+        execute format('comment on schema %I is %L', schema_name, pgqueue._exposed_comment('contract'));
         execute format('grant usage on schema %I to public', schema_name);
     elsif not has_schema_privilege(caller, schema_name, 'CREATE') then
         perform pgqueue._raise('not_allowed', caller, 'create relations in schema', schema_name);
@@ -59,7 +49,7 @@ begin
         execute format(
             'create view %s with (security_invoker = true) as select t.* from pgqueue.%I t', relation, table_name);
         perform pgqueue._revoke_default_privileges(relation::regclass);
-        execute format('comment on view %s is %L', relation, pgqueue._contract_comment());
+        execute format('comment on view %s is %L', relation, pgqueue._exposed_comment('contract'));
         -- The rights on the table decide, because the view has security_invoker.
         execute format('grant select, insert, update, delete on %s to public', relation);
     end loop;
@@ -84,7 +74,7 @@ declare
     views regclass[];
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
-    perform pgqueue._check_contract_schema(schema_name collate "C");
+    perform pgqueue._check_exposure(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     perform pgqueue._require_current_snapshot(format('schema %I', schema_name));
     views := array(select v.oid::regclass from pgqueue._contract_views(schema_name collate "C") v);
@@ -95,7 +85,7 @@ begin
     if exists (
         select from pg_namespace n
         where n.nspname = schema_name collate "C" and pg_get_userbyid(n.nspowner) = current_user
-            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
+            and obj_description(n.oid, 'pg_namespace') = pgqueue._exposed_comment('contract')
     ) then
         begin
             execute format('drop schema %I', schema_name);

@@ -1,12 +1,6 @@
 -- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
 -- expression matches. Where the clock changes, the rules are those of Debian's cron: see _next_tick.
 
-create or replace function pgqueue._refuse_cron(cron text, problem text) returns void
-language sql stable as $$
-    select pgqueue._raise_invalid(
-        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem))
-$$;
-
 create or replace function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
@@ -25,11 +19,11 @@ declare
         when '@annually' then '0 0 1 1 *'
         else trimmed
     end, '[[:space:]]+');
-    problem text;
+    problem text := case
+        when cron is null or char_length(cron) > 200 then 'it must have at most 200 characters'
+        when cardinality(fields) <> 5 then format('it has %s', pgqueue._with_number(cardinality(fields), 'field'))
+    end;
 begin
-    if cardinality(fields) is distinct from 5 then
-        perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
-    end if;
     -- Materialized: otherwise every use of a column would match the part again.
     with ranges as materialized (
         select
@@ -55,14 +49,16 @@ begin
         ) as v
     )
     select
-        min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
-            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true),
-        array_agg(v) filter (where r.n = 1), array_agg(v) filter (where r.n = 2), array_agg(v) filter (where r.n = 3),
-        array_agg(v) filter (where r.n = 4), array_agg(v % 7) filter (where r.n = 5)
+        coalesce(problem, min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
+            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true)),
+        array_agg(distinct v) filter (where r.n = 1), array_agg(distinct v) filter (where r.n = 2),
+        array_agg(distinct v) filter (where r.n = 3), array_agg(distinct v) filter (where r.n = 4),
+        array_agg(distinct v % 7) filter (where r.n = 5)
     into problem, minutes, hours, days, months, weekdays
     from ranges r left join generate_series(r.first_value, r.last_value, nullif(r.step, 0)) as v on true;
     if problem is not null then
-        perform pgqueue._refuse_cron(cron, problem);
+        perform pgqueue._raise_invalid(
+            'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
     end if;
     is_fixed := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -131,26 +127,3 @@ $$;
 comment on function pgqueue._next_tick is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
-
-create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz) returns timestamptz
-language plpgsql stable as $$
-declare
-    span interval := interval '1 min';
-    early timestamptz := at - span;
-begin
-    -- Step back until a tick lies between early and at, and then forward by half of the step while one still does.
-    while pgqueue._next_tick(cron, time_zone, early) > at loop
-        span := 2 * span;
-        early := at - span;
-    end loop;
-    while span > interval '1 min' loop
-        span := span / 2;
-        if pgqueue._next_tick(cron, time_zone, early + span) <= at then
-            early := early + span;
-        end if;
-    end loop;
-    return pgqueue._next_tick(cron, time_zone, early);
-end;
-$$;
-comment on function pgqueue._last_tick is
-'The last moment up to another one that a cron expression matches. The caller knows that there is one within 60 years.';

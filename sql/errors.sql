@@ -125,6 +125,12 @@ begin
             errcode = 'duplicate_object',
             message = format('queue %s is already exposed as %s', quoted, args[2]),
             hint = format('Drop that relation first: select pgqueue.unexpose_transport(%s).', quoted);
+        -- The message and the fields are those of a table with a not-null constraint.
+        when 'null_column' then raise exception using
+            errcode = 'not_null_violation',
+            message = format('null value in column "%s" of relation "%s" violates not-null constraint', args[3], args[2]),
+            hint = 'A table of the transport has the same constraint. Headers may be {}.',
+            schema = args[1], table = args[2], column = args[3];
     end case;
 end;
 $$;

@@ -43,14 +43,16 @@ begin
     end if;
     -- The register is set before the calls: one session does the work, even if its transaction fails.
     perform setval(register, pgqueue._to_micros(at + pause));
-    for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
-        execute format('select %s($1)', handler) using at;
-    end loop;
-    perform pgqueue._request_at_commit(p.proname, at)
-    from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
+    begin
+        for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
+            execute format('select %s($1)', handler) using at;
+        end loop;
+        perform pgqueue._request_at_commit(p.proname, at)
+        from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
+    exception when others then
+        -- A full disk or a lock must not fail a claim.
+        null;
+    end;
 end;
 $$;
 comment on function pgqueue._call_if_due is

@@ -9,15 +9,25 @@ declare
     dead pgqueue.dead_messages;
     attempts int;
     is_gone boolean;
+    queue_kind bigint;
 begin
     -- By one statement, as a message moves between the tables. One in scheduled_messages waits for its next attempt.
     select
         coalesce(
-            (select m.attempt_count from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id),
+            (select m.attempt_count from pgqueue.messages_shared m where m.queue_name = r.queue_name and m.id = r.id),
             (select 0 from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)),
         -- The snapshot of the caller can be older, and not show that a consumer has settled the message.
-        exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null)
-    into attempts, is_gone;
+        exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null),
+        (select q.kind from pgqueue.queues q where q.name = r.queue_name)
+    into attempts, is_gone, queue_kind;
+    if attempts is null and queue_kind is not null then
+        select
+            coalesce(
+                (select m.attempt_count from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id),
+                (select 0 from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id)),
+            exists (select from pgqueue.results c where c.queue_name = r.queue_name and c.id = r.id and c.finished_at is null)
+        into attempts, is_gone;
+    end if;
     is_gone := is_gone and r.finished_at is null and attempts is null;
     if is_gone then
         select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;

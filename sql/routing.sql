@@ -15,10 +15,10 @@ begin
         return new;
     end if;
     if new.topic is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'topic');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'topic');
     end if;
     if new.queue_address is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'queue_address');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
     perform pgqueue._require_untruncated('{pgqueue.transports}');
@@ -39,9 +39,6 @@ create or replace trigger match_changed_subscription
 before update of queue_address on pgqueue.subscriptions
 for each row when (new.queue_address is distinct from old.queue_address)
 execute function pgqueue._match_subscription();
-
-create or replace function pgqueue._subscriptions_comment() returns text
-language sql immutable parallel safe as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 
 create or replace function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting',
@@ -67,7 +64,7 @@ begin
         ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
         relation);
     perform pgqueue._revoke_default_privileges(relation::regclass);
-    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('comment on view %s is %L', relation, pgqueue._exposed_comment('subscriptions'));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, caller);
     return pgqueue._transport_address(relation::regclass);
 end;
@@ -99,7 +96,7 @@ begin
     select c.oid into relation from pg_class c
     where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
         and pg_get_userbyid(c.relowner) = current_user
-        and obj_description(c.oid, 'pg_class') = pgqueue._subscriptions_comment();
+        and obj_description(c.oid, 'pg_class') = pgqueue._exposed_comment('subscriptions');
     if found then
         execute format('drop view %s', relation);
     end if;
@@ -120,7 +117,7 @@ language sql stable as $$
         and not exists (select from pgqueue.transports t where t.queue_name = q.name)
         and exists (
             select from pg_description d
-            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._exposed_comment('subscriptions'))
     union all
     select
         'warning', q.name, 'renamed_relation',

@@ -45,6 +45,8 @@ declare
     at constant timestamptz := pgqueue._now();
     s pgqueue.schedules;
     tick timestamptz;
+    span interval := interval '1 min';
+    early timestamptz;
 begin
     -- A message that comes back with a delay has the header, too, but is no longer the next one.
     select schedules.* into s from pgqueue.schedules
@@ -62,8 +64,21 @@ begin
             tick := pgqueue._next_tick(s.cron, s.time_zone, greatest(at, old.due_at));
             s.last_at := s.next_at;
             if old.expires_at <= at then
-                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid.
-                tick := pgqueue._last_tick(s.cron, s.time_zone, at);
+                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid. Step
+                -- back until a tick lies between early and at, and then forward by half of the step while one still
+                -- does. The tick that has expired is one.
+                early := at - span;
+                while pgqueue._next_tick(s.cron, s.time_zone, early) > at loop
+                    span := 2 * span;
+                    early := at - span;
+                end loop;
+                while span > interval '1 min' loop
+                    span := span / 2;
+                    if pgqueue._next_tick(s.cron, s.time_zone, early + span) <= at then
+                        early := early + span;
+                    end if;
+                end loop;
+                tick := pgqueue._next_tick(s.cron, s.time_zone, early);
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
@@ -138,12 +153,8 @@ begin
     perform pgqueue._require(zone is not null, 'time_zone', s.time_zone,
         'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
     s.time_zone := zone;
-    if s.cron is null or char_length(s.cron) > 200 then
-        perform pgqueue._refuse_cron(s.cron, 'it must have at most 200 characters');
-    end if;
-    if pgqueue._next_tick(s.cron, s.time_zone, at) is null then
-        perform pgqueue._refuse_cron(s.cron, 'no day has this date');
-    end if;
+    perform pgqueue._require(pgqueue._next_tick(s.cron, s.time_zone, at) is not null, 'cron', s.cron,
+        'a cron expression with a date that a day has');
     perform pgqueue._check_content(q, s.payload, null, pgqueue._tick_headers(s, at));
     return s;
 end;

@@ -123,33 +123,6 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean) returns text
-language sql stable as $$
-    select format(
-        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
-        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
-        -- lookup by key.
-        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
-        ' and m.transport_seq >= ('
-        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
-        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
-        -- empty table would never call advance_transport, and no message would ever come due.
-        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
-        case when flavor = 'sqlserver' then
-            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
-            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
-        end,
-        case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
-        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
-$$;
-comment on function pgqueue._relation_query is
-'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
-transport deletes itself.';
-
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
 ) returns text
@@ -158,6 +131,7 @@ declare
     relation constant text := format('%I.%I', schema_name, table_name);
     register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
     name constant text := format('messages_%s', q.queue_id);
+    is_sqlserver constant boolean := flavor = 'sqlserver';
     partition regclass;
 begin
     perform pgqueue._require(
@@ -204,7 +178,29 @@ begin
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
-    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    -- The view shows messages that could be claimed, and expired ones, which the transport deletes itself.
+    execute format(
+        'create view %s as '
+        'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
+        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
+        -- lookup by key.
+        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
+        ' and m.transport_seq >= ('
+        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' then t.head else pgqueue.advance_transport(%L) end from %s t)'
+        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
+        -- empty table would never call advance_transport, and no message would ever come due.
+        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' or pgqueue.advance_transport(%L) is not null from %s t)',
+        relation,
+        case when is_sqlserver then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
+        case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
+        case when is_sqlserver then ' m.transport_seq as rowversion,' end,
+        partition, q.name, pgqueue._transport_table(q), q.name, pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
@@ -229,13 +225,24 @@ language sql stable as $$
     where c.oid = relation
 $$;
 
-create or replace function pgqueue._check_exposure(schema_name text, table_name text, for_role name) returns void
+create or replace function pgqueue._exposed_comment(kind text) returns text
+language sql immutable parallel safe as $$
+    select case kind
+        when 'contract' then 'A table of pgqueue, for plain SQL.' else 'The subscriptions of pgqueue, for a transport.' end
+$$;
+
+create or replace function pgqueue._check_exposure(
+    schema_name text, table_name text default null, for_role name default null
+) returns void
 language plpgsql stable as $$
 begin
     perform pgqueue._require(
-        schema_name !~ '^(pg_|pgqueue$|information_schema$)'
-        and exists (select from pg_namespace n where n.nspname = schema_name),
-        'schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
+        octet_length(schema_name) between 1 and 63 and schema_name !~ '^(pg_|pgqueue$|information_schema$)'
+        and (for_role is null or exists (select from pg_namespace n where n.nspname = schema_name)), 'schema_name', schema_name,
+        format('the name of %s schema, other than pgqueue and the system schemas', case when for_role is null then 'a' else 'an existing' end));
+    if for_role is null then
+        return;
+    end if;
     perform pgqueue._require(
         octet_length(table_name) between 1 and 63, 'table_name', table_name, 'a name of 1 to 63 bytes');
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then

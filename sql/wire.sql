@@ -1,18 +1,6 @@
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
-create or replace function pgqueue._raise_null_column(schema_name name, table_name name, column_name name) returns void
-language plpgsql stable as $$
-begin
-    -- The message and the fields are those of a table with a not-null constraint.
-    raise exception using
-        errcode = 'not_null_violation',
-        message = format('null value in column "%s" of relation "%s" violates not-null constraint', column_name, table_name),
-        hint = 'A table of the transport has the same constraint. Headers may be {}.',
-        schema = schema_name, table = table_name, column = column_name;
-end;
-$$;
-
 -- In PL/pgSQL, as _level_registers.
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
 language plpgsql immutable parallel safe as $$
@@ -46,10 +34,10 @@ declare
     legacy jsonb;
 begin
     if new.id is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'id');
     end if;
     if new.headers is null then
-        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'headers');
+        perform pgqueue._raise('null_column', tg_table_schema, tg_table_name, 'headers');
     end if;
     if octet_length(new.headers) > largest then
         perform pgqueue._raise('payload_too_large', q.name, 'column headers', octet_length(new.headers)::text, largest::text);

@@ -17,3 +17,6 @@ drop function pgqueue._first_due_at_of, pgqueue._first_check_at_of, pgqueue._del
 drop function pgqueue._group_position(pgqueue.messages), pgqueue._rate_register, pgqueue._rate_period_micros;
 drop function pgqueue._rate_used_until, pgqueue._available_tokens, pgqueue._token_refill_micros, pgqueue._allowed_at;
 drop function pgqueue._announce_claim_end, pgqueue._total_query;
+drop function pgqueue._refuse_cron, pgqueue._last_tick, pgqueue._raise_null_column, pgqueue._relation_query;
+drop function pgqueue._contract_comment, pgqueue._check_contract_schema, pgqueue._subscriptions_comment;
+drop function pgqueue._check_exposure;

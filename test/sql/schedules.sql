@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(149);
+select plan(150);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -51,6 +51,7 @@ select is(pg_temp.ticks(e.cron, 'UTC', pgqueue._now(), 3), e.ticks, e.descriptio
 select is(pgqueue._next_tick('30 12 * * *', 'UTC', '2030-01-01 12:30:00+00'), '2030-01-02 12:30:00+00', '_next_tick returns a tick after the given moment, not at it');
 select is(pgqueue._next_tick('0 0 29 2 */7', 'UTC', '2088-03-01 00:00+00'), '2128-02-29 00:00+00', 'February 29 on a Sunday is found 40 years ahead');
 
+select is((select cardinality(c.minutes) * cardinality(c.hours) from pgqueue._parse_cron(repeat('0-59,', 15) || '0 ' || repeat('0-23,', 15) || '0 * * *') c), 1440, 'a cron expression that repeats its values has each of them once');
 -- A collation, such as that of Turkish, can have its own rules for letters. The lower case of U+0130 is i in C.utf8.
 select throws_ok($$ select pgqueue._next_tick(format('0 0 * * FR%s', chr(304)) collate "C.utf8", 'UTC', pgqueue._now()) $$, '22023', null, 'the collation has no effect on the names of weekdays');
 
