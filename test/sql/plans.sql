@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(80);
+select plan(81);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -242,7 +242,9 @@ select is((select count(*) from pgqueue.requeued_messages r where r.queue_name =
 
 -- Doctor looks for a scheduled message in the tables in which its queue can have messages.
 select pgqueue.create_queue('delayed', if_not_exists => true), pgqueue.create_queue('table_' || n, dedicated => true) from generate_series(1, 20) as n \g /dev/null
-insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'delayed', '1', '2030-02-01' from generate_series(1, 1000);
+insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'delayed', '1', '2030-02-01' from generate_series(1, 20000);
+select cmp_ok(min(pg_temp.buffers('pgqueue.browse(%L)', 'delayed')), '<', 350, 'browse of ready messages reads no messages that are not due')
+from generate_series(1, 3);
 select cmp_ok(pg_temp.buffers('pgqueue._id_findings(q, pgqueue._now()) from pgqueue.queues q where q.name = %L', 'delayed'), '<', 10000, 'doctor looks for messages with the same id in the tables of the queue');
 
 -- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
