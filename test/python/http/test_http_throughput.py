@@ -153,6 +153,43 @@ async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
     assert sampler.samples(("one", sql.info.dbname, name))
 
 
+async def test_an_idle_connection_is_returned_without_a_turn_of_the_event_loop(
+    connect: Connect, sql: psycopg.Connection[Any]
+) -> None:
+    """While many requests run, a turn takes long."""
+    made, turns = connect(), list[int]()
+    async with made.target("one", sql.info.dbname):
+        pass  # it is open
+    asyncio.get_running_loop().call_soon(turns.append, 1)
+    async with made.target("one", sql.info.dbname):
+        pass
+    assert turns == []
+
+
+async def test_a_connection_is_returned_although_its_request_is_cancelled(
+    connect: Connect, sql: psycopg.Connection[Any]
+) -> None:
+    """Here the pool waits for its lock meanwhile."""
+    made, locked = connect(connections=1), asyncio.Event()
+
+    async def use() -> None:
+        async with made.target("one", sql.info.dbname):
+            await lock.acquire()
+            locked.set()
+
+    async with asyncio.timeout(PATIENCE):
+        async with made.target("one", sql.info.dbname):
+            pass  # it is open
+        lock = made._pool(("one", sql.info.dbname)).connections._lock
+        using = asyncio.create_task(use())
+        await locked.wait()
+        using.cancel()
+        await asyncio.wait({using})
+        lock.release()
+        async with made.target("one", sql.info.dbname) as leased:
+            assert not leased.closed
+
+
 async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sql: psycopg.Connection[Any]) -> None:
     made = connect()
     body = b'"%s"' % (b"x" * LARGE_BYTES)

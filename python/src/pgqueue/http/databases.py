@@ -5,10 +5,11 @@ pgqueue and the tables of the server, which are created in steps.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import coroutine
 from typing import Any, Final
 
 import msgspec
@@ -105,6 +106,25 @@ class _TimestampLoader(TimestamptzLoader):
             return limit.replace(tzinfo=UTC)
 
 
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end, also if the task is cancelled. If it does not wait, this takes no turn of the event
+    loop, of which a task takes two.
+    """
+    steps = work.__await__()
+    with suppress(StopIteration):
+        await asyncio.shield(asyncio.create_task(_resume(next(steps), steps)))
+
+
+async def _resume(future: Any, steps: Generator[Any, Any, None]) -> None:
+    await _continue(future, steps)
+
+
+@coroutine
+def _continue(future: Any, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    yield future
+    yield from steps
+
+
 def _for_each_user(number: int) -> defaultdict[str, asyncio.Semaphore]:
     return defaultdict(lambda: asyncio.Semaphore(max(1, number)))
 
@@ -187,7 +207,7 @@ class _Pool:
                     connection.raw_cursor = None
                     await connection.close()
                 # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
-                await asyncio.shield(asyncio.create_task(self.connections.putconn(connection)))
+                await _finish(self.connections.putconn(connection))
         finally:
             for turn in taken:
                 turn.release()
