@@ -28,7 +28,7 @@ import pgqueue
 from pgqueue.consumer.timings import timings
 
 # A busy machine can need longer than the usual time to connect, and would keep the claims.
-timings.release = PATIENCE
+timings.last_settlements = PATIENCE
 
 MODES: dict[str, dict[str, Any]] = {
     "lease": {},

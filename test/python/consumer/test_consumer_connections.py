@@ -174,7 +174,7 @@ async def ignore(_: Any) -> None:
 def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     case: Case, freely: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timings, "release", 0.5)  # There is no connection for it.
+    monkeypatch.setattr(timings, "last_settlements", 0.5)  # There is no connection for it.
     case.prepare().enqueue(1)
     gate = Gate(case.database, freely)
     consumer = case.form.consumer(gate, case.name, ignore)

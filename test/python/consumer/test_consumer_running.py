@@ -258,7 +258,7 @@ class Deaf:
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("statement", ["find", "release", "flush"])
+@pytest.mark.parametrize("statement", ["find", "flush"])
 async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
     statement: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,12 +267,9 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
 
     async def handle(_: Any) -> None:
         begun.set()
-        if statement == "release":
-            await asyncio.Event().wait()
 
     deaf = Deaf()
-    consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
-    monkeypatch.setattr(timings, "release", 0.2)
+    consumer = AsyncConsumer(database, name, handle, concurrency=1)
     monkeypatch.setattr(timings, "poll_end", 0.2)
     monkeypatch.setattr(timings, "last_settlements", 0.2)
     if statement == "find":
@@ -283,8 +280,6 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
         run = asyncio.create_task(consumer.run())
         await (deaf.begun if statement == "find" else begun).wait()
         consumer.request_stop()
-        if statement == "release":
-            consumer.request_stop()
         await asyncio.wait([run])
     run.result()
     assert deaf.dropped

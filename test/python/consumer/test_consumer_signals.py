@@ -20,7 +20,7 @@ Connection = psycopg.Connection[Any]
 PROGRAM = """
 import asyncio, datetime, logging, multiprocessing, os, signal, sys, threading, time, pgqueue
 from pgqueue.consumer.timings import timings
-timings.cancel = timings.end_calls = timings.release = 120.0
+timings.cancel = timings.end_calls = timings.last_settlements = 120.0
 grace = datetime.timedelta(minutes=10)
 flavour, conninfo, queue, home = sys.argv[1:]
 

@@ -32,6 +32,8 @@ from .timings import timings
 T = TypeVar("T")
 
 _MOST_DUE = 5_000
+# Acknowledgements come first. Without an archive they succeed on a full disk, and make room for others.
+_TOGETHER = {State.ACKED: _calls.ack_claims, State.RELEASED: _calls.release_claims}  # results without a statement
 
 
 class Claims:
@@ -75,7 +77,6 @@ class Claims:
         seconds = self.visibility_timeout.total_seconds()
         for message in messages:
             message.claimed_until = claimed_at + seconds
-            message.renew_at = claimed_at + seconds * timings.extend_after
         self.held.update(messages)
 
     async def keep_extended(self) -> None:
@@ -186,6 +187,17 @@ class Claims:
         self.held.add(renewed)
         return renewed
 
+    def release(self, messages: Iterable[ClaimedMessage]) -> None:
+        """Give messages back soon, as they were before the claim, unless they are lost or settled."""
+        results: dict[ClaimedMessage, Result] = {}
+        for message in messages:
+            if message.state in (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED):
+                self.held.discard(message)
+                if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
+                    message.try_become(State.RELEASED)
+                results[message] = Result(message, State.RELEASED)
+        self.queue(results)
+
     def forget(self, message: ClaimedMessage) -> None:
         """Stop extending the claim of an unsettled message; it is delivered again when the claim expires."""
         self.held.discard(message)
@@ -211,12 +223,12 @@ class Claims:
         async with self._flushing:
             due, self._due = self._due, {}
             settle = partial(self._settle, due)
-            acks = [message for message, result in due.items() if result.statement is None]
-            others = [message for message, result in due.items() if result.statement is not None]
+            alone = [message for message, result in due.items() if result.statement is not None]
+            together = [result for result in due.values() if result.statement is None]
             try:
-                # Acknowledgements come first. Without an archive they succeed on a full disk, and make room for others.
-                await self.in_parts(acks, settle)
-                for message in others:
+                for state in _TOGETHER:
+                    await self.in_parts([result.message for result in together if result.state is state], settle)
+                for message in alone:
                     if not await settle([message], message.is_locked):
                         self._note_lock(message)
             except BaseException:
@@ -232,20 +244,21 @@ class Claims:
 
     async def _settle(self, due: dict[ClaimedMessage, Result], messages: list[ClaimedMessage], is_locked: bool) -> bool:
         """Execute one statement that settles messages, and remove them from `due`; False if one of them is locked."""
-        statement = due[messages[0]].statement
+        _, state, *_, statement, fallback = due[messages[0]]
         try:
-            call: Bound[Any] = statement or _calls.ack_claims(*claims_of(messages))
+            call: Bound[Any] = statement or _TOGETHER[state](*claims_of(messages))
             answers = await self.answers_to(self._run, call, is_locked)
         except Exception as error:
             if is_trouble(error):
                 for message in messages:
                     message.is_in_doubt = True
                 raise
-            if (fallback := due[messages[0]].fallback) is not None:
+            if fallback is not None:
                 due[messages[0]] = due[messages[0]]._replace(statement=fallback, fallback=None)
                 return await self._settle(due, messages, is_locked)
             told = ("message could not be settled: it", "messages could not be settled: they")
-            self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
+            if not (state is State.RELEASED and isinstance(error, QueueNotFound)):  # It was dropped with its messages.
+                self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
             for message in messages:
                 self.forget(message)
                 self._end_record(due.pop(message).message)
@@ -254,16 +267,18 @@ class Claims:
             for message in messages:
                 self._end_record(message)  # Another consumer has received it: nothing waits for that.
             return False
-        for message, answer in zip(messages, answers, strict=True):
-            is_kept = answer.settled if statement is None else answer
-            if due[message].state is not State.RELEASED:
+        kept = [answer.settled if statement is None else answer for answer in answers]
+        if statement is None and state is State.RELEASED and (count := sum(kept)):
+            self._runtime.event("released", count, queue_name=messages[0].queue_name)
+        for message, is_kept in zip(messages, kept, strict=True):
+            if state is not State.RELEASED:
                 result = due.pop(message)
                 # A try whose connection broke has settled it, unless another consumer can have claimed it meanwhile.
                 if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
                     self.settled(result)
                 else:
                     self.lose(message)
-            elif is_kept or message.is_locked:
+            elif is_kept or message.is_locked or statement is None:
                 self._end_record(due.pop(message).message)
         return messages[0] not in due  # In receive mode, the server may end an aborted transaction late.
 
@@ -273,25 +288,6 @@ class Claims:
 
     async def _run(self, call: Bound[T]) -> list[T]:
         return await self._runtime.run(call, "settle")
-
-    async def release(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
-        """Give messages back as they were before the claim; returns the locked ones."""
-        for message in messages:
-            self.held.discard(message)
-            if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
-                message.try_become(State.RELEASED)
-
-        async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
-            try:
-                call = _calls.release_claims(*claims_of(part))
-                answers = await self.answers_to(self._run, call, is_locked)
-            except QueueNotFound:  # It was dropped with its messages.
-                answers = []
-            if released := sum(answer.settled for answer in answers or ()):
-                self._runtime.event("released", released, queue_name=part[0].queue_name)
-            return answers is not None
-
-        return await self.in_parts([message for message in messages if not message.is_lost], release)
 
 
 class Extension:
@@ -312,8 +308,7 @@ class Extension:
             runner = ends.enter_context(asyncio.Runner(loop_factory=asyncio.SelectorEventLoop))
             ends.callback(lambda: runner.run(self.link.close()))
             while not self.stopped.wait(min(self._seconds / 12, timings.extension_check)):
-                now = time.monotonic()
-                if due := [message for message in list(self._claims.held) if message.renew_at <= now]:
+                if due := self._due():
                     try:
                         runner.run(self._extend(due))
                     except (psycopg.Error, OSError) as error:
@@ -327,14 +322,13 @@ class Extension:
         with suppress(RuntimeError):  # The loop is closed: nobody waits for an answer any more.
             self._loop.call_soon_threadsafe(function, *arguments)
 
+    def _due(self) -> list[ClaimedMessage]:
+        latest = time.monotonic() + self._seconds * (1 - timings.extend_after)
+        return [message for message in list(self._claims.held) if message.claimed_until <= latest]
+
     async def _extend(self, due: list[ClaimedMessage]) -> None:
-        now = time.monotonic()
         self.link.deadline = self._runtime.settling.deadline
-        locked = await self._claims.in_parts(due, self._extend_part)
-        for message in due:
-            message.renew_at = now + self._seconds * timings.extend_after
-        for message in locked:
-            message.renew_at = now + self._seconds * timings.extend_after / 2
+        await self._claims.in_parts(due, self._extend_part)
         for kind in ("extend", "connection"):
             self._post(self._runtime.succeeded, kind)
 

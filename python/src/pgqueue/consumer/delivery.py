@@ -69,7 +69,6 @@ class ClaimedMessage:
     is_settled_by_handler: bool = False  # by `Delivery.settled`, in any thread
     is_recorded: bool = False  # its failure, in receive mode
     claimed_until: float = 0.0  # of the monotonic clock; before it no other consumer can claim the message
-    renew_at: float = 0.0
     state: State = State.CLAIMED  # only `try_become` changes it, in any thread
 
     def __post_init__(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from .._tasks import in_thread, within
+from .._tasks import in_thread
 from .._wording import counted
-from ..errors import is_conflict, is_trouble
+from ..errors import is_trouble
 from .claims import Claims
 from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue
 from .policy import Reject, Retry, refusal
@@ -25,7 +25,6 @@ from .transactions import Attempt, Transactions, settlement
 from .workers import Workers
 
 T = TypeVar("T")
-Failed = tuple[BaseException | None, float | None]  # what the handler raised, and how long it ran in seconds
 
 _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may return nothing
 _MOST_FRAMES = 10  # of the stack of a handler that has exceeded its time limit
@@ -165,10 +164,13 @@ class HandlerCalls:
         if not self._workers.is_async and (frame := sys._current_frames().get(call.thread)) is not None:
             call.timeout.add_note("It was here:\n" + "".join(traceback.format_stack(frame, _MOST_FRAMES)))
         call.cancel()
+        self._abort(call)
+        asyncio.get_running_loop().call_later(timings.cancel, self._give_up, call, call.timeout)
+
+    def _abort(self, call: HandlerCall) -> None:
         abort = asyncio.create_task(in_thread(call.abort_connection))
         self._aborts.add(abort)
         abort.add_done_callback(self._aborts.discard)
-        asyncio.get_running_loop().call_later(timings.cancel, self._give_up, call, call.timeout)
 
     def _give_up(self, call: HandlerCall, error: TimeoutError) -> None:
         if call not in self.running or self._runtime.is_forced:
@@ -212,17 +214,15 @@ class HandlerCalls:
     async def _handle(self, call: HandlerCall, is_together: bool = True) -> None:
         """Give the messages to the handler. If several fail, it gets each by itself: only one that causes it fails."""
         work = self._work_in_transaction if self._settings.in_transaction else self._work
-        if is_together and len(call.messages) > 1:
-            error, _ = await work(call, call.messages)
-            if error is None:
-                return
+        if is_together and len(call.messages) > 1 and (await work(call, call.messages)).error is None:
+            return
         for message in call.messages:
             if not message.is_void:
-                error, seconds = await work(call, [message])
-                if error is not None:
-                    await self._settle_failure(call, message, error, seconds)
+                attempt = await work(call, [message])
+                if attempt.error is not None:
+                    await self._settle_failure(call, message, attempt.error, attempt.seconds)
 
-    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
+    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Attempt:
         """Call the handler without a transaction, and queue the acknowledgements."""
         # They get copies if the messages may have to be delivered once more, unchanged.
         as_copy = self._settings.batch_size is not None or self._settings.on_failure is not None
@@ -230,15 +230,13 @@ class HandlerCalls:
         argument = self._settings.argument(deliveries)
         for message in messages:
             if refused := refusal(message.message):
-                return refused, None
+                return Attempt(error=refused)
         call.in_hand = messages
         started = time.monotonic()
         answer = await self._retry_until_done(call, partial(self._workers.call, call, self._workers.attempt, argument))
         seconds = time.monotonic() - started
-        if answer is None:
-            return None, None
-        if answer.error is not None or call.is_cancelled:
-            return answer.error, seconds
+        if answer is None or answer.error is not None or call.is_cancelled:
+            return Attempt(error=answer and answer.error, seconds=seconds)
         for message, delivery in zip(messages, deliveries, strict=True):
             if message.state is not State.WORKING:  # It was lost or released.
                 continue
@@ -249,9 +247,9 @@ class HandlerCalls:
                 self.claims.send(Result(message, State.ACKED, seconds))
             else:
                 await self._settle_failure(call, message, delivery.outcome, seconds)
-        return None, seconds
+        return Attempt()
 
-    async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
+    async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Attempt:
         """Call the handler in a transaction that also acknowledges."""
         for is_first in (True, False):
             attempt: Attempt | None = await self._with_session(call, self._transactions.attempt, call, messages)
@@ -260,13 +258,13 @@ class HandlerCalls:
             for result in attempt.results:
                 self.claims.settled(result)
             if not (attempt.is_undone and is_first):
-                return attempt.error, attempt.seconds
+                return attempt
             # The message need not be the cause of the broken connection, the first time. Its transaction was rolled
             # back, or it was committed and the message is not there any more.
             for message in await self._with_session(call, self._transactions.extend, messages) or ():
                 self.claims.lose(message)
             messages = [message for message in messages if not message.is_lost]
-        return None, None
+        return Attempt()
 
     async def _settle_failure(
         self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None
@@ -377,13 +375,14 @@ class HandlerCalls:
             call.cancel()
         await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
         # A handler may have locked its message.
-        aborts = [asyncio.create_task(in_thread(call.abort_connection)) for call in self.running]
+        for call in self.running:
+            self._abort(call)
         if self._settings.mode == "lease":
-            await self.release([message for call in calls for message in call.messages])
+            self.claims.release([message for call in calls for message in call.messages])
         await self._runtime.wait_until(lambda: not self.running, deadline)
-        if aborts:
-            await asyncio.wait(aborts, timeout=max(0.0, deadline - time.monotonic()))
-        for abort in aborts:
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=max(0.0, deadline - time.monotonic()))
+        for abort in self._aborts:
             abort.cancel()
         for _ in self.running:
             self._runtime.critical(None, "a handler does not end: the consumer stops without it")
@@ -393,24 +392,3 @@ class HandlerCalls:
         for call in [*self.running, *self._abandoned]:
             call.cancel()
             call.task.cancel()
-
-    async def release(self, messages: list[ClaimedMessage]) -> None:
-        """Give messages back as they were before the claim, for `timings.release`, unless they are lost or settled."""
-        held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
-        messages = [message for message in messages if message.state in held]
-        deadline = time.monotonic() + timings.release
-        while messages:
-            left = max(timings.end_retry, deadline - time.monotonic())
-            is_final = left <= timings.end_retry
-            try:
-                messages = await within(left, self.claims.release(messages))
-                why = "other transactions have locked them"
-            except (psycopg.Error, OSError) as error:
-                is_final = is_final or not (is_trouble(error) or is_conflict(error))
-                why = str(error).strip() or "no answer from the server"
-            if messages and is_final:
-                told = ("message comes back when its claim runs out", "messages come back when their claims run out")
-                self._runtime.log(logging.WARNING, f"{counted(len(messages), *told)}: {why}")
-                break
-            if messages:
-                await asyncio.sleep(timings.end_retry)

@@ -73,9 +73,8 @@ class Poller:
             # The polling ends by itself, unless it waits for a server that does not answer.
             await asyncio.wait([polling], timeout=timings.forced_poll_end if runtime.is_forced else timings.poll_end)
         await end_tasks([polling])
-        messages = list(self._calls.waiting)
+        claims.release(self._calls.waiting)
         self._calls.waiting.clear()
-        await self._calls.release(messages)
         await self._calls.finish()
         deadline = time.monotonic() + timings.last_settlements
         while not claims.is_settled and time.monotonic() < deadline:

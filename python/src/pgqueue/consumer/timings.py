@@ -21,7 +21,6 @@ class Timings:
     late_after: float = 10  # visibility timeouts, after which a handler without a time limit is reported
     cancel: float = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
     end_calls: float = 2.5  # for all cancelled calls to end
-    release: float = 2.5  # for giving back messages
     cancel_statement: float = 10.0  # for telling the server that the statement of an aborted connection is cancelled
     abort: float = 0.05  # for the server and for other threads to notice that a connection was aborted
 
@@ -49,8 +48,8 @@ class Timings:
     # The end
     poll_end: float = 5.0  # for the last look or claim
     forced_poll_end: float = 0.5  # the same in a forced stop
-    last_settlements: float = 5.0  # for sending what is not settled yet
-    end_retry: float = 0.1  # between two tries to settle or to give back messages, and the least time for a try
+    last_settlements: float = 5.0  # for sending what is not settled or given back yet
+    end_retry: float = 0.1  # between two tries to settle or to give back messages
 
 
 timings = Timings()

@@ -22,8 +22,6 @@ from .runtime import Runtime
 from .timings import timings
 from .workers import Session, Workers
 
-Worked = tuple[list[Result], BaseException | None, float]  # the results, or an error or neither; seconds of the handler
-
 _MOST_CONFLICTS = 20
 _PRIVILEGE_HINT = (
     "The message is acknowledged on delivery.connection, in the role that the handler has left it in:"
@@ -79,7 +77,7 @@ def _record(
 
 
 class Attempt(NamedTuple):
-    """How a transaction with a call of the handler ended: with results or an error, or with neither if it is void."""
+    """How a call of the handler ended: with results or an error; with neither if it is void, or settled elsewhere."""
 
     results: Sequence[Result] = ()
     error: BaseException | None = None
@@ -100,7 +98,7 @@ class Transactions:
         conflicts, lost = 0, list[Result]()
         while messages and not call.is_cancelled:  # Connecting may have taken long.
             await session.command(begin_statement(session.connection))
-            results, error, seconds = await self._work(call, messages, session, _calls.COMMIT)
+            results, error, seconds, _ = await self._work(call, messages, session, _calls.COMMIT)
             if results:
                 return Attempt([*lost, *results])
             await _roll_back(session)
@@ -162,20 +160,19 @@ class Transactions:
             return Attempt()
         results: list[Result] = []
         if not call.is_cancelled:
-            results, error, seconds = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
-            if results:
-                return Attempt(results)
+            attempt = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
+            if attempt.results:
+                return attempt
             for message in messages:
                 if len(messages) > 1 and not call.is_cancelled:
                     # The handler gets each message by itself, so that only the one that caused the error fails.
                     await session.command(_calls.SAVEPOINT)
-                    end = _calls.RELEASE_SAVEPOINT
-                    one, error, seconds = await self._work_from_savepoint(call, [message], session, end)
-                    results += one
-                if is_conflict(error) and again:
-                    raise _RolledBack from error
-                if error is not None and not call.is_cancelled:
-                    results.append(await self.fail(call, message, error, seconds, session))
+                    attempt = await self._work_from_savepoint(call, [message], session, _calls.RELEASE_SAVEPOINT)
+                    results += attempt.results
+                if is_conflict(attempt.error) and again:
+                    raise _RolledBack from attempt.error
+                if attempt.error is not None and not call.is_cancelled:
+                    results.append(await self.fail(call, message, attempt.error, attempt.seconds, session))
         if call.is_cancelled:
             await _roll_back(session)
             return Attempt()
@@ -184,17 +181,17 @@ class Transactions:
 
     async def _work_from_savepoint(
         self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
-    ) -> Worked:
+    ) -> Attempt:
         """Call the handler and settle, after a savepoint; any failure rolls back to the savepoint."""
         # Deferred constraints are checked while the transaction can still roll back to the savepoint.
-        results, error, seconds = await self._work(call, messages, session, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
-        if error is not None:
+        attempt = await self._work(call, messages, session, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
+        if attempt.error is not None:
             if is_outside_transaction(session.connection):
-                raise _RolledBack from error
+                raise _RolledBack from attempt.error
             await session.execute(_calls.ROLLBACK_TO_SAVEPOINT)
-        return results, error, seconds
+        return attempt
 
-    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes) -> Worked:
+    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes) -> Attempt:
         """Call the handler and settle; returns the results, or none and the error, or neither if the work is void."""
         connection = session.connection
         deliveries = [message.deliver(connection, True) for message in messages]
@@ -217,13 +214,13 @@ class Transactions:
             error = None
         elif error is None:
             try:
-                return await self._settle(messages, deliveries, seconds, end, session), None, seconds
+                return Attempt(await self._settle(messages, deliveries, seconds, end, session), None, seconds)
             except Exception as failure:
                 error = failure
                 if isinstance(error, InsufficientPrivilege):
                     error.add_note(_PRIVILEGE_HINT)
         _set_states(messages, State.WORKING)
-        return [], error, seconds
+        return Attempt((), error, seconds)
 
     async def fail(
         self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None, session: Session
@@ -239,21 +236,20 @@ class Transactions:
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
             for _ in range(2):
                 failure = Failure(message.deliver(connection, True), error, message.message.attempt_count, connection)
-                said = await session.call(self._settings.on_failure, failure)
+                said, fault = await session.call(self._settings.on_failure, failure)
                 if is_busy(connection):
                     await session.abort_connection(call)
-                    raise OperationalError("on_failure has left a statement running") from said.error
+                    raise OperationalError("on_failure has left a statement running") from fault
                 if call.is_cancelled:
                     break
-                fault = said.error
                 if fault is None and connection.pgconn.transaction_status == TransactionStatus.INERROR:
                     fault = InFailedSqlTransaction("on_failure went on after a statement of its had failed")
-                if fault is None:
-                    try:
-                        answer = policy.checked(said.value)
+                try:
+                    if fault is None:
+                        answer = policy.checked(said)
                         break
-                    except TypeError as mistake:
-                        fault = mistake
+                except TypeError as mistake:
+                    fault = mistake
                 if connection.closed:
                     raise OperationalError("the connection was lost while on_failure ran") from fault
                 await session.execute(undo)
