@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -15,10 +16,40 @@ from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer, _tasks
 from pgqueue._coroutines import done
-from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool
+from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, execute_command, is_idle
 from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
+
+
+@pytest.mark.parametrize("setting", ["default_transaction_read_only", "in_hot_standby"])
+def test_a_connection_to_a_server_that_is_not_the_primary_any_more_is_not_used_again(
+    setting: str, database: str
+) -> None:
+    with psycopg.connect(database) as connection:
+        settings = {setting.encode(): b"off"}
+        told = SimpleNamespace(
+            pgconn=SimpleNamespace(
+                consume_input=connection.pgconn.consume_input,
+                is_busy=connection.pgconn.is_busy,
+                transaction_status=connection.pgconn.transaction_status,
+                parameter_status=settings.get,
+            ),
+            closed=False,
+            prepare_threshold=None,
+        )
+        assert is_idle(told)  # type: ignore[arg-type]
+        settings[setting.encode()] = b"on"
+        assert not is_idle(told)  # type: ignore[arg-type]
+
+
+def test_an_error_after_a_commit_does_not_hide_the_commit(database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as connection:
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            connection.wait(execute_command(connection, b"begin; select 1 / 0; commit"))
+        connection.rollback()
+        results = connection.wait(execute_command(connection, b"begin; commit; select 1 / 0"))
+        assert (results[1].command_status, connection.closed) == (b"COMMIT", True)
 
 
 class Gate:

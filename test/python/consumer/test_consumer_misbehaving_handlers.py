@@ -132,9 +132,9 @@ def test_a_task_that_its_handler_cancels_fails_alone(case: Case, awaits: bool) -
     queue.enqueue_batch(["good", "bad", "fine"])
 
     async def work(step: Step) -> None:
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()  # noqa: PT018 - of the call before
         if "bad" in [delivery.message.payload for delivery in step.deliveries]:
-            task = asyncio.current_task()
-            assert task is not None
             task.cancel()
             if awaits:
                 await asyncio.sleep(0)

@@ -93,6 +93,7 @@ def test_a_batch_may_have_messages_of_several_queues(case: Case) -> None:
         wait_for(lambda: all(is_empty(case.connection, one) for one in names))
     first = run.calls[0].step.deliveries
     assert [delivery.queue_name[-1] for delivery in first] == ["a", "a", "b", "b", "c"]
+    assert len(run.calls) == 2  # None of them failed, and got its messages one by one.
     assert [queue.stats().acknowledged_total for queue in queues] == [2, 2, 2]
     assert told(run, "succeeded") == {"a": 2, "b": 2, "c": 2}
 

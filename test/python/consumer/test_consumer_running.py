@@ -241,6 +241,24 @@ def test_a_stop_on_the_thread_of_the_run_does_not_wait_for_itself(verb: str, nam
     assert not consumer._stops  # These stops do not end the next run.
 
 
+class Ending(Consumer):
+    """A consumer whose run ends when a stop has seen it run."""
+
+    @property
+    def _busy(self) -> bool:
+        busy = super()._busy
+        if busy:
+            self._finish()
+        return busy
+
+
+def test_a_stop_that_comes_with_the_end_of_a_run_does_not_end_the_next_one(name: str) -> None:
+    consumer = Ending("", name, print)
+    consumer._begin()
+    consumer.stop()
+    assert not consumer._stops
+
+
 class Deaf:
     """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
 

@@ -13,7 +13,21 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Case, Form, Step, beside, each_of, prepare, waits
+from consumers import (
+    LONG,
+    MIXED,
+    OTHER_PAIR,
+    PAIR,
+    SECOND,
+    TRANSACTIONAL,
+    Case,
+    Form,
+    Step,
+    beside,
+    each_of,
+    prepare,
+    waits,
+)
 from psycopg import sql
 from psycopg.types.json import JsonbDumper
 from psycopg.types.string import TextLoader
@@ -69,6 +83,25 @@ def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
 
     for end in [beside(partial(consume, form)) for form in MIXED]:
         end.result(PATIENCE)
+
+
+@each_of(TRANSACTIONAL)
+def test_a_transaction_of_a_handler_that_fails_is_rolled_back_on_a_connection_that_stays(case: Case) -> None:
+    case.prepare(max_attempts=1).enqueue_batch(["bad", "good"])
+    case.execute(f'create table "{case.name}" (process int)')
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{case.name}" values (pg_backend_pid())')
+        processes.append(step.connection.info.backend_pid)
+        if step.message.payload == "bad":
+            raise ValueError
+
+    processes: list[int] = []
+    with case.consuming(work, concurrency=1):
+        wait_for(lambda: len(processes) == 2 and case.is_empty())
+        assert len(case.dead_letters()) == 1
+    assert processes[0] == processes[1]
+    assert case.rows(f'select process from "{case.name}"') == [(processes[1],)]
 
 
 @contextmanager

@@ -201,6 +201,25 @@ async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
     assert [one.state for one in held] == [State.SETTLING, State.RELEASED]
 
 
+async def test_a_call_whose_transaction_commits_when_its_time_is_over_is_not_given_up() -> None:
+    parts = runtime()
+    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    held = Desk().hold(1)
+
+    async def work(call: HandlerCall) -> None:
+        call.in_hand = held
+        await asyncio.Event().wait()
+
+    called._start(held, work)
+    await asyncio.sleep(0)
+    [call] = called.running
+    for state, is_given_up in ((State.COMMITTING, False), (State.WORKING, True)):
+        held[0].become(state)
+        called._give_up(call, TimeoutError())
+        assert (parts.stats.abandoned, held[0].state is State.SETTLING) == (is_given_up, is_given_up)
+    called.detach_running_calls()
+
+
 REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
 
@@ -361,6 +380,8 @@ async def test_a_claim_is_extended_again_long_before_it_ends(monkeypatch: pytest
     assert extension._due() == [held]
     await extension._extend([held])
     assert extension._due() == []
+    held.claimed_until -= time.monotonic()
+    assert 20 < held.claimed_until <= 30
 
 
 async def test_an_extension_that_comes_too_late_concerns_no_settled_or_released_message() -> None:
