@@ -1102,8 +1102,6 @@ begin
     end case;
 end;
 $$;
-comment on function pgqueue._raise is
-'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
@@ -2377,42 +2375,64 @@ language sql stable as $$
             '1 s, its default, without rate_limit: there is no rate that it could change')
 $$;
 
-create function pgqueue._reserve_queue(model pgqueue.queues) returns pgqueue.queues
+create function pgqueue._add_queue(model pgqueue.queues, if_not_exists boolean) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
     q pgqueue.queues;
+    has_table boolean;
 begin
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = model.name;
     -- As in _get_locked_queue, a fixed snapshot can be older than a drop_queue.
-    if found and (not pgqueue._has_fixed_snapshot() or pg_relation_size(q.fresh_from_id) is not null)
+    if not found or (pgqueue._has_fixed_snapshot() and pg_relation_size(q.fresh_from_id) is null)
         -- A session that drops the idle queue at this moment has the lock.
-        and (q.expires_after_idle is null or pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
+        or (q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
     then
-        return q;
+        perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
+        select queues.* into q from pgqueue.queues where queues.name = model.name;
+        if found and pg_relation_size(q.fresh_from_id) is null then
+            perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
+        end if;
     end if;
-    perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
-    select queues.* into q from pgqueue.queues where queues.name = model.name;
-    if found and pg_relation_size(q.fresh_from_id) is null then
-        perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
-    elsif found then
+    if q.name is not null then
+        if not if_not_exists then
+            perform pgqueue._raise('queue_exists', model.name);
+        end if;
+        if q.expires_after_idle is not null then
+            -- This call counts as a use of the queue: the idle time starts again.
+            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
+        end if;
         return q;
     end if;
     -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
     insert into pgqueue.sweep_state (queue_name) values (model.name) on conflict do nothing;
     model.queue_id := pgqueue._take_number(model.name);
-    if to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null then
-        if not model.priorities and coalesce(model.group_limit, model.max_in_flight) is null then
-            model.dedicated := true;
-            return model;
-        end if;
+    has_table := to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null;
+    if has_table and (model.priorities or coalesce(model.group_limit, model.max_in_flight) is not null) then
         perform pgqueue._drop_partition_left(model.queue_id);
+        has_table := false;
     end if;
-    if model.dedicated then
+    if model.dedicated and not has_table then
         perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
     end if;
-    return model;
+    model.dedicated := model.dedicated or has_table;
+    model := pgqueue._with_new_registers(model);
+    model.created_at := pgqueue._now();
+    model.updated_at := model.created_at;
+    -- All columns but kind, which is computed.
+    execute format('insert into pgqueue.queues (%1$s) select %1$s from (select ($1).*) q', (
+        select string_agg(quote_ident(a.attname), ', ') from pg_attribute a
+        where a.attrelid = 'pgqueue.queues'::regclass and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''))
+    using model;
+    select queues.* into q from pgqueue.queues where queues.name = model.name;
+    if q.counters then
+        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
+    else
+        perform pgqueue._drop_counters(q.name);
+    end if;
+    perform pgqueue._call_queue_handlers(null, q);
+    return q;
 exception
     when lock_not_available then
         perform pgqueue._raise('queue_busy', model.name, 'create_queue');
@@ -2422,9 +2442,9 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._reserve_queue is
-'The part of create_queue under the lock of the queue. Returns the queue of this name or, if there is none, the model
-with the number of the new queue and no created_at. The new queue is dedicated if a table was left for it.';
+comment on function pgqueue._add_queue is
+'Creates the queue of create_queue, or returns the one of this name if if_not_exists is true. The new queue is dedicated
+if a table was left for it.';
 
 create function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
@@ -2469,40 +2489,7 @@ begin
         archive_for, expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit, rate_period,
         priorities, counters, dead_letter_to, null);
     perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
-    q := pgqueue._reserve_queue(q);
-    if q.created_at is not null then
-        if not if_not_exists then
-            perform pgqueue._raise('queue_exists', queue_name);
-        end if;
-        if q.expires_after_idle is not null then
-            -- This call counts as a use of the queue: the idle time starts again.
-            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
-        end if;
-        return pgqueue._public_queue(q);
-    end if;
-
-    q := pgqueue._with_new_registers(q);
-    insert into pgqueue.queues (
-        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
-        backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id, fresh_from_id,
-        sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for, expires_after_idle, dedup_window,
-        group_limit, on_dead, max_in_flight, rate_limit, rate_period, priorities, counters, dead_letter_to
-    )
-    values (
-        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
-        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter, q.dedicated, pgqueue._now(), pgqueue._now(),
-        q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until, q.archive_for,
-        q.expires_after_idle, q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period,
-        q.priorities, q.counters, q.dead_letter_to
-    )
-    returning * into q;
-    if q.counters then
-        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
-    else
-        perform pgqueue._drop_counters(q.name);
-    end if;
-    perform pgqueue._call_queue_handlers(null, q);
-    return pgqueue._public_queue(q);
+    return pgqueue._public_queue(pgqueue._add_queue(q, if_not_exists));
 end;
 $$;
 comment on function pgqueue.create_queue is
@@ -2757,8 +2744,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages is
-'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'
@@ -2841,13 +2826,12 @@ as $$
     select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
 $$;
 
-create function pgqueue._dedup_period(class int, at timestamptz)
-returns bigint
+create function pgqueue._dedup_period(dedup_window interval, at timestamptz) returns bigint
 language sql stable parallel safe
-as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
+as $$ select floor(date_part('epoch', at) / ('{3600,86400,2592000}'::int[])[1 + pgqueue._dedup_class(dedup_window)])::bigint $$;
 
-create function pgqueue._dedup_slice(class int, period bigint) returns int
-language sql immutable parallel safe as $$ select 3 * class + (period % 3)::int $$;
+create function pgqueue._dedup_slice(dedup_window interval, period bigint) returns int
+language sql immutable parallel safe as $$ select 3 * pgqueue._dedup_class(dedup_window) + (period % 3)::int $$;
 
 create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) returns timestamptz
 language sql stable parallel safe
@@ -2859,7 +2843,7 @@ create function pgqueue._read_dedup_keys(
 ) returns setof record
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
-    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    slice constant int := pgqueue._dedup_slice(q.dedup_window, period);
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
@@ -2904,7 +2888,7 @@ begin
     with written_keys as (
         insert into pgqueue.dedup_keys as k (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
-            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), _write_dedup_keys.period), _write_dedup_keys.period,
+            pgqueue._dedup_slice(q.dedup_window, _write_dedup_keys.period), _write_dedup_keys.period,
             q.queue_id, u.key, u.id, at
         from unnest(keys, ids) as u (key, id)
         order by u.key collate "C"
@@ -2925,9 +2909,8 @@ create function pgqueue._take_dedup_keys(
 ) returns bigint[]
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_nestloop = off set jit = off as $$
 declare
-    class constant int := pgqueue._dedup_class(q.dedup_window);
-    present constant bigint := pgqueue._dedup_period(class, at);
-    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_dedup_window(q, at));
+    present constant bigint := pgqueue._dedup_period(q.dedup_window, at);
+    latest constant bigint := pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at));
     -- The keys that this call has or tries to take, each with the message that gets it, and those that others have.
     own_keys text[];
     own_ids bigint[];
@@ -2955,7 +2938,7 @@ begin
         else
             with new_keys as (
                 insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-                select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
+                select pgqueue._dedup_slice(q.dedup_window, period), period, q.queue_id, u.key, u.id, at
                 from unnest(own_keys, own_ids) as u (key, id)
                 order by u.key collate "C"
                 on conflict do nothing
@@ -3083,15 +3066,15 @@ returns void language sql volatile as $$
     -- In the order in which senders lock the rows of a key.
     select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
     from generate_series(
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at)),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), -1) as period
+        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
+        pgqueue._dedup_period(q.dedup_window, at), -1) as period
 $$;
 
 create function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
 language sql stable as $$
-    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
-    from generate_series(0, 2) as c
-    where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
+    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(w, pgqueue._dedup_period(w, at) + 2))::regclass
+    from unnest('{1 h,1 day,30 days}'::interval[]) as w
+    where pgqueue._dedup_period(w, at) = pgqueue._dedup_period(w, at - interval '1 min')
 $$;
 comment on function pgqueue._ended_dedup_tables is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
@@ -3133,9 +3116,6 @@ begin
     ) then
         perform pgqueue._request_at_commit('_truncate_dedup_keys', at);
     end if;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
 end;
 $$;
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
@@ -3263,13 +3243,12 @@ begin
     with new_key as (
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
-            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
+            pgqueue._dedup_slice(q.dedup_window, p.period), p.period, q.queue_id,
             _enqueue_deduplicated.dedup_key, nextval('pgqueue.message_id'), at
         from pgqueue.queues q
-        cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
+        cross join lateral (select pgqueue._dedup_period(q.dedup_window, at) as period) p
         where q.name = _enqueue_deduplicated.queue_name collate "C"
-            and p.period = pgqueue._dedup_period(
-                pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
+            and p.period = pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at))
             and char_length(_enqueue_deduplicated.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
             and delay = interval '0'
             and pgqueue._notify_if_valid(
@@ -3292,7 +3271,7 @@ begin
         select k.id into new_id
         from pgqueue.queues q
         cross join lateral pgqueue._read_dedup_keys(
-            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+            q, pgqueue._dedup_period(q.dedup_window, at),
             array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
         where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
             and delay = interval '0'
@@ -3651,12 +3630,6 @@ begin
 end;
 $$;
 
-create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
-language sql stable parallel safe as $$
-    select greatest(s.first_due_at, s.first_check_at) > '-infinity'
-        and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
-$$;
-
 create function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
@@ -3832,7 +3805,7 @@ begin
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
     -- exclude, because the clock was set back or plain SQL has set a due time in the past.
-    if s.first_due_at > at or s.first_check_at > at or pgqueue._is_hourly_reset_due(s, at) then
+    if s.first_due_at > at or s.first_check_at > at or date_trunc('hour', s.recorded_at) <> date_trunc('hour', at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;
@@ -3968,12 +3941,8 @@ language sql volatile as $$
 $$;
 comment on function pgqueue._pages_read is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
-pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
-
-create function pgqueue._are_many_pages(pages bigint, living bigint) returns boolean
-language sql immutable parallel safe
--- A row takes at most two pages: those of a message and of its row in requeued_messages.
-as $$ select pages > 50 + 2 * living $$;
+pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row
+takes at most two pages: those of a message and of its row in requeued_messages.';
 
 create function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$
@@ -4456,9 +4425,6 @@ begin
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
-comment on function pgqueue._sweep_other_tables is
-'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
-messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
 create function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns pgqueue.sweep_state language plpgsql volatile as $$
@@ -4476,7 +4442,7 @@ begin
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
     -- because the last full pass has read many pages.
-    if pgqueue._is_hourly_reset_due(s, at)
+    if greatest(s.first_due_at, s.first_check_at) > '-infinity' and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
@@ -4617,7 +4583,7 @@ begin
     -- pass of a queue with priorities the next sweep starts with the highest one.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
         when cardinality(candidate_ids) >= wanted
-            or not (q.priorities and is_full) and pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
+            or not (q.priorities and is_full) and pgqueue._pages_read(q) - pages_before > 50
             then next_id else 1 end);
     return candidate_ids;
 end;
@@ -4788,8 +4754,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_ungrouped is
-'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -4987,8 +4951,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_grouped is
-'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';
 -- In a queue with priorities a claim takes the messages with the highest priority first. The tables of such queues have
 -- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
 -- from which claims read this index, so that they read no dead entries of consumed messages.
@@ -5179,9 +5141,6 @@ begin
     tokens := greatest(0, (now_micros - used_until) * q.rate_limit / period);
 end;
 $$;
-comment on function pgqueue._read_bucket is
-'The register of rate_limit, the microseconds in which the bucket fills, until when its tokens are used, and how many
-there are.';
 
 create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -6475,20 +6434,18 @@ begin
         else
             slice_at := pgqueue._now();
             with revived as (
-                delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
+                delete from pgqueue.dead_messages d where d.ctid = any (places)
+                returning d.id, d.queue_name, d.enqueued_at, 0, q.max_attempts, d.message_id, d.payload, d.body, d.headers,
+                    d.claimed_by, d.last_error, d.transport_headers
             ),
             -- In a queue with groups the messages become ready in the transaction in which they stop being dead
             -- letters. Otherwise a claim between the redrive and their due time could take their successors.
             moved as (
                 insert into pgqueue.messages (
-                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body,
-                    headers, claimed_by, last_error, transport_headers, kind
+                    id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                    claimed_by, last_error, transport_headers, visible_at, kind
                 )
-                select
-                    r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body,
-                    r.headers, r.claimed_by, r.last_error, r.transport_headers, q.kind
-                from revived r
-                where is_grouped
+                select r.*, slice_at, q.kind from revived r where is_grouped
                 returning messages.id
             ),
             recorded as (
@@ -6497,16 +6454,13 @@ begin
             ),
             delayed as (
                 insert into pgqueue.scheduled_messages (
-                    id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers
+                    id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                    claimed_by, last_error, transport_headers, due_at
                 )
-                select
-                    -- Each message gets a due time of its own. Claims continue at the last due time: with equal times
-                    -- they would scan the dead index entries of all messages already taken.
-                    r.id, r.queue_name,
-                    pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
-                    r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
-                    r.last_error, r.transport_headers
+                -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+                -- would scan the dead index entries of all messages already taken.
+                select r.*, pgqueue._clamp_due_at(
+                    slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond')
                 from revived r
                 where not is_grouped
             )
@@ -6783,7 +6737,7 @@ begin
         ) w;
         total := total + ready;
     end if;
-    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, total + coalesce(examined, 0)) then
+    if pgqueue._pages_read(q) - pages_before > 50 + 2 * (total + coalesce(examined, 0)) then
         perform pgqueue._record_if_old(q);
     end if;
     if total = 0 and examined = 400 then
@@ -7184,9 +7138,8 @@ begin
     end if;
     pages_before := pgqueue._pages_read(q);
     s := pgqueue._stats(q, at);
-    if pgqueue._are_many_pages(
-        pgqueue._pages_read(q) - pages_before,
-        s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
+    if pgqueue._pages_read(q) - pages_before
+        > 50 + 2 * (s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
     then
         perform pgqueue._record_if_old(q);
     end if;
@@ -7358,7 +7311,7 @@ begin
         -- The next sweep takes them.
         due_at := least(due_at, at);
     end if;
-    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
+    if pgqueue._pages_read(q) - pages_before > 50 + 2 * living then
         perform pgqueue._record_if_old(q);
     end if;
     -- While a session drops the queue, reading the register of rate_limit would wait for it.
@@ -10350,7 +10303,7 @@ begin
     id := (
         select k.id
         from pgqueue._read_dedup_keys(
-            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}') k
+            q, pgqueue._dedup_period(q.dedup_window, at), array[dedup_key], at, '{}', '{}') k
         where k.is_taken);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;

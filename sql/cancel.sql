@@ -58,7 +58,7 @@ begin
     id := (
         select k.id
         from pgqueue._read_dedup_keys(
-            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}') k
+            q, pgqueue._dedup_period(q.dedup_window, at), array[dedup_key], at, '{}', '{}') k
         where k.is_taken);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;

@@ -109,20 +109,18 @@ begin
         else
             slice_at := pgqueue._now();
             with revived as (
-                delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
+                delete from pgqueue.dead_messages d where d.ctid = any (places)
+                returning d.id, d.queue_name, d.enqueued_at, 0, q.max_attempts, d.message_id, d.payload, d.body, d.headers,
+                    d.claimed_by, d.last_error, d.transport_headers
             ),
             -- In a queue with groups the messages become ready in the transaction in which they stop being dead
             -- letters. Otherwise a claim between the redrive and their due time could take their successors.
             moved as (
                 insert into pgqueue.messages (
-                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body,
-                    headers, claimed_by, last_error, transport_headers, kind
+                    id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                    claimed_by, last_error, transport_headers, visible_at, kind
                 )
-                select
-                    r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body,
-                    r.headers, r.claimed_by, r.last_error, r.transport_headers, q.kind
-                from revived r
-                where is_grouped
+                select r.*, slice_at, q.kind from revived r where is_grouped
                 returning messages.id
             ),
             recorded as (
@@ -131,16 +129,13 @@ begin
             ),
             delayed as (
                 insert into pgqueue.scheduled_messages (
-                    id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers
+                    id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                    claimed_by, last_error, transport_headers, due_at
                 )
-                select
-                    -- Each message gets a due time of its own. Claims continue at the last due time: with equal times
-                    -- they would scan the dead index entries of all messages already taken.
-                    r.id, r.queue_name,
-                    pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
-                    r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
-                    r.last_error, r.transport_headers
+                -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+                -- would scan the dead index entries of all messages already taken.
+                select r.*, pgqueue._clamp_due_at(
+                    slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond')
                 from revived r
                 where not is_grouped
             )

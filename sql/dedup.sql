@@ -10,13 +10,12 @@ as $$
     select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
 $$;
 
-create or replace function pgqueue._dedup_period(class int, at timestamptz)
-returns bigint
+create or replace function pgqueue._dedup_period(dedup_window interval, at timestamptz) returns bigint
 language sql stable parallel safe
-as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
+as $$ select floor(date_part('epoch', at) / ('{3600,86400,2592000}'::int[])[1 + pgqueue._dedup_class(dedup_window)])::bigint $$;
 
-create or replace function pgqueue._dedup_slice(class int, period bigint) returns int
-language sql immutable parallel safe as $$ select 3 * class + (period % 3)::int $$;
+create or replace function pgqueue._dedup_slice(dedup_window interval, period bigint) returns int
+language sql immutable parallel safe as $$ select 3 * pgqueue._dedup_class(dedup_window) + (period % 3)::int $$;
 
 create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) returns timestamptz
 language sql stable parallel safe
@@ -28,7 +27,7 @@ create or replace function pgqueue._read_dedup_keys(
 ) returns setof record
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
-    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    slice constant int := pgqueue._dedup_slice(q.dedup_window, period);
 begin
     perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statement names the table. A plan for the parent would lock the tables of all periods, and wait for the
@@ -73,7 +72,7 @@ begin
     with written_keys as (
         insert into pgqueue.dedup_keys as k (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
-            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), _write_dedup_keys.period), _write_dedup_keys.period,
+            pgqueue._dedup_slice(q.dedup_window, _write_dedup_keys.period), _write_dedup_keys.period,
             q.queue_id, u.key, u.id, at
         from unnest(keys, ids) as u (key, id)
         order by u.key collate "C"
@@ -94,9 +93,8 @@ create or replace function pgqueue._take_dedup_keys(
 ) returns bigint[]
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_nestloop = off set jit = off as $$
 declare
-    class constant int := pgqueue._dedup_class(q.dedup_window);
-    present constant bigint := pgqueue._dedup_period(class, at);
-    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_dedup_window(q, at));
+    present constant bigint := pgqueue._dedup_period(q.dedup_window, at);
+    latest constant bigint := pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at));
     -- The keys that this call has or tries to take, each with the message that gets it, and those that others have.
     own_keys text[];
     own_ids bigint[];
@@ -124,7 +122,7 @@ begin
         else
             with new_keys as (
                 insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-                select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
+                select pgqueue._dedup_slice(q.dedup_window, period), period, q.queue_id, u.key, u.id, at
                 from unnest(own_keys, own_ids) as u (key, id)
                 order by u.key collate "C"
                 on conflict do nothing
@@ -252,15 +250,15 @@ returns void language sql volatile as $$
     -- In the order in which senders lock the rows of a key.
     select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
     from generate_series(
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at)),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), -1) as period
+        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
+        pgqueue._dedup_period(q.dedup_window, at), -1) as period
 $$;
 
 create or replace function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
 language sql stable as $$
-    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
-    from generate_series(0, 2) as c
-    where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
+    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(w, pgqueue._dedup_period(w, at) + 2))::regclass
+    from unnest('{1 h,1 day,30 days}'::interval[]) as w
+    where pgqueue._dedup_period(w, at) = pgqueue._dedup_period(w, at - interval '1 min')
 $$;
 comment on function pgqueue._ended_dedup_tables is
 'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
@@ -302,8 +300,5 @@ begin
     ) then
         perform pgqueue._request_at_commit('_truncate_dedup_keys', at);
     end if;
-exception when others then
-    -- A full disk or a lock must not fail a claim.
-    null;
 end;
 $$;

@@ -68,8 +68,6 @@ begin
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages is
-'A purge ends when its time is over, and truncates a dedicated table. A drop removes all, and the dedicated table.';
 
 create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '500 ms'

@@ -123,13 +123,12 @@ begin
     with new_key as (
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
-            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
+            pgqueue._dedup_slice(q.dedup_window, p.period), p.period, q.queue_id,
             _enqueue_deduplicated.dedup_key, nextval('pgqueue.message_id'), at
         from pgqueue.queues q
-        cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
+        cross join lateral (select pgqueue._dedup_period(q.dedup_window, at) as period) p
         where q.name = _enqueue_deduplicated.queue_name collate "C"
-            and p.period = pgqueue._dedup_period(
-                pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
+            and p.period = pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at))
             and char_length(_enqueue_deduplicated.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
             and delay = interval '0'
             and pgqueue._notify_if_valid(
@@ -152,7 +151,7 @@ begin
         select k.id into new_id
         from pgqueue.queues q
         cross join lateral pgqueue._read_dedup_keys(
-            q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+            q, pgqueue._dedup_period(q.dedup_window, at),
             array[_enqueue_deduplicated.dedup_key], at, '{}', '{}') k
         where q.name = _enqueue_deduplicated.queue_name collate "C" and k.is_taken and not k.is_locked
             and delay = interval '0'

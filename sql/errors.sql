@@ -134,5 +134,3 @@ begin
     end case;
 end;
 $$;
-comment on function pgqueue._raise is
-'Raises an error. args are the parts of its text, beginning with the name of the queue, the stream or the schedule.';

@@ -160,8 +160,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_ungrouped is
-'Locks up to wanted messages without a group. With also_below, or if there are too few, also below fresh_from_id.';
 
 create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -359,5 +357,3 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates_grouped is
-'Visits the groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms.';

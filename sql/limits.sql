@@ -34,9 +34,6 @@ begin
     tokens := greatest(0, (now_micros - used_until) * q.rate_limit / period);
 end;
 $$;
-comment on function pgqueue._read_bucket is
-'The register of rate_limit, the microseconds in which the bucket fills, until when its tokens are used, and how many
-there are.';
 
 create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz) returns bigint[]
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$

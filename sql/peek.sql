@@ -122,7 +122,7 @@ begin
         ) w;
         total := total + ready;
     end if;
-    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, total + coalesce(examined, 0)) then
+    if pgqueue._pages_read(q) - pages_before > 50 + 2 * (total + coalesce(examined, 0)) then
         perform pgqueue._record_if_old(q);
     end if;
     if total = 0 and examined = 400 then

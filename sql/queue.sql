@@ -83,42 +83,64 @@ language sql stable as $$
             '1 s, its default, without rate_limit: there is no rate that it could change')
 $$;
 
-create or replace function pgqueue._reserve_queue(model pgqueue.queues) returns pgqueue.queues
+create or replace function pgqueue._add_queue(model pgqueue.queues, if_not_exists boolean) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
     q pgqueue.queues;
+    has_table boolean;
 begin
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = model.name;
     -- As in _get_locked_queue, a fixed snapshot can be older than a drop_queue.
-    if found and (not pgqueue._has_fixed_snapshot() or pg_relation_size(q.fresh_from_id) is not null)
+    if not found or (pgqueue._has_fixed_snapshot() and pg_relation_size(q.fresh_from_id) is null)
         -- A session that drops the idle queue at this moment has the lock.
-        and (q.expires_after_idle is null or pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
+        or (q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(model.name)))
     then
-        return q;
+        perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
+        select queues.* into q from pgqueue.queues where queues.name = model.name;
+        if found and pg_relation_size(q.fresh_from_id) is null then
+            perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
+        end if;
     end if;
-    perform pg_advisory_xact_lock(pgqueue._lock_key(model.name));
-    select queues.* into q from pgqueue.queues where queues.name = model.name;
-    if found and pg_relation_size(q.fresh_from_id) is null then
-        perform pgqueue._raise('stale_snapshot', format('queue %L', model.name));
-    elsif found then
+    if q.name is not null then
+        if not if_not_exists then
+            perform pgqueue._raise('queue_exists', model.name);
+        end if;
+        if q.expires_after_idle is not null then
+            -- This call counts as a use of the queue: the idle time starts again.
+            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
+        end if;
         return q;
     end if;
     -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
     insert into pgqueue.sweep_state (queue_name) values (model.name) on conflict do nothing;
     model.queue_id := pgqueue._take_number(model.name);
-    if to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null then
-        if not model.priorities and coalesce(model.group_limit, model.max_in_flight) is null then
-            model.dedicated := true;
-            return model;
-        end if;
+    has_table := to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null;
+    if has_table and (model.priorities or coalesce(model.group_limit, model.max_in_flight) is not null) then
         perform pgqueue._drop_partition_left(model.queue_id);
+        has_table := false;
     end if;
-    if model.dedicated then
+    if model.dedicated and not has_table then
         perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
     end if;
-    return model;
+    model.dedicated := model.dedicated or has_table;
+    model := pgqueue._with_new_registers(model);
+    model.created_at := pgqueue._now();
+    model.updated_at := model.created_at;
+    -- All columns but kind, which is computed.
+    execute format('insert into pgqueue.queues (%1$s) select %1$s from (select ($1).*) q', (
+        select string_agg(quote_ident(a.attname), ', ') from pg_attribute a
+        where a.attrelid = 'pgqueue.queues'::regclass and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''))
+    using model;
+    select queues.* into q from pgqueue.queues where queues.name = model.name;
+    if q.counters then
+        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
+    else
+        perform pgqueue._drop_counters(q.name);
+    end if;
+    perform pgqueue._call_queue_handlers(null, q);
+    return q;
 exception
     when lock_not_available then
         perform pgqueue._raise('queue_busy', model.name, 'create_queue');
@@ -128,9 +150,9 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._reserve_queue is
-'The part of create_queue under the lock of the queue. Returns the queue of this name or, if there is none, the model
-with the number of the new queue and no created_at. The new queue is dedicated if a table was left for it.';
+comment on function pgqueue._add_queue is
+'Creates the queue of create_queue, or returns the one of this name if if_not_exists is true. The new queue is dedicated
+if a table was left for it.';
 
 create or replace function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
@@ -175,40 +197,7 @@ begin
         archive_for, expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit, rate_period,
         priorities, counters, dead_letter_to, null);
     perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
-    q := pgqueue._reserve_queue(q);
-    if q.created_at is not null then
-        if not if_not_exists then
-            perform pgqueue._raise('queue_exists', queue_name);
-        end if;
-        if q.expires_after_idle is not null then
-            -- This call counts as a use of the queue: the idle time starts again.
-            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
-        end if;
-        return pgqueue._public_queue(q);
-    end if;
-
-    q := pgqueue._with_new_registers(q);
-    insert into pgqueue.queues (
-        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes, backoff_base,
-        backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id, fresh_from_id,
-        sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for, expires_after_idle, dedup_window,
-        group_limit, on_dead, max_in_flight, rate_limit, rate_period, priorities, counters, dead_letter_to
-    )
-    values (
-        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
-        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter, q.dedicated, pgqueue._now(), pgqueue._now(),
-        q.queue_id, q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until, q.archive_for,
-        q.expires_after_idle, q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period,
-        q.priorities, q.counters, q.dead_letter_to
-    )
-    returning * into q;
-    if q.counters then
-        perform pgqueue._create_sequence(pgqueue._sequence_name(r, q.name)) from unnest(pgqueue._counter_roles()) as r;
-    else
-        perform pgqueue._drop_counters(q.name);
-    end if;
-    perform pgqueue._call_queue_handlers(null, q);
-    return pgqueue._public_queue(q);
+    return pgqueue._public_queue(pgqueue._add_queue(q, if_not_exists));
 end;
 $$;
 comment on function pgqueue.create_queue is

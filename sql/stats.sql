@@ -238,9 +238,8 @@ begin
     end if;
     pages_before := pgqueue._pages_read(q);
     s := pgqueue._stats(q, at);
-    if pgqueue._are_many_pages(
-        pgqueue._pages_read(q) - pages_before,
-        s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
+    if pgqueue._pages_read(q) - pages_before
+        > 50 + 2 * (s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
     then
         perform pgqueue._record_if_old(q);
     end if;

@@ -247,9 +247,6 @@ begin
     perform pgqueue._sweep_requeued(q, '{}', at, 0, state.first_check_at);
 end;
 $$;
-comment on function pgqueue._sweep_other_tables is
-'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
-messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
 create or replace function pgqueue._state_for_sweep(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns pgqueue.sweep_state language plpgsql volatile as $$
@@ -267,7 +264,7 @@ begin
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
     -- because the last full pass has read many pages.
-    if pgqueue._is_hourly_reset_due(s, at)
+    if greatest(s.first_due_at, s.first_check_at) > '-infinity' and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
@@ -408,7 +405,7 @@ begin
     -- pass of a queue with priorities the next sweep starts with the highest one.
     perform pgqueue._end_sweep(q, at, cardinality(candidate_ids) >= wanted, spent_ids, case
         when cardinality(candidate_ids) >= wanted
-            or not (q.priorities and is_full) and pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0)
+            or not (q.priorities and is_full) and pgqueue._pages_read(q) - pages_before > 50
             then next_id else 1 end);
     return candidate_ids;
 end;

@@ -65,12 +65,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz) returns boolean
-language sql stable parallel safe as $$
-    select greatest(s.first_due_at, s.first_check_at) > '-infinity'
-        and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
-$$;
-
 create or replace function pgqueue._next_span(span bigint) returns bigint
 language sql immutable parallel safe
 -- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
@@ -246,7 +240,7 @@ begin
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
     -- exclude, because the clock was set back or plain SQL has set a due time in the past.
-    if s.first_due_at > at or s.first_check_at > at or pgqueue._is_hourly_reset_due(s, at) then
+    if s.first_due_at > at or s.first_check_at > at or date_trunc('hour', s.recorded_at) <> date_trunc('hour', at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;
@@ -382,12 +376,8 @@ language sql volatile as $$
 $$;
 comment on function pgqueue._pages_read is
 'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
-pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
-
-create or replace function pgqueue._are_many_pages(pages bigint, living bigint) returns boolean
-language sql immutable parallel safe
--- A row takes at most two pages: those of a message and of its row in requeued_messages.
-as $$ select pages > 50 + 2 * living $$;
+pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row
+takes at most two pages: those of a message and of its row in requeued_messages.';
 
 create or replace function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$

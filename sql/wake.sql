@@ -83,7 +83,7 @@ begin
         -- The next sweep takes them.
         due_at := least(due_at, at);
     end if;
-    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
+    if pgqueue._pages_read(q) - pages_before > 50 + 2 * living then
         perform pgqueue._record_if_old(q);
     end if;
     -- While a session drops the queue, reading the register of rate_limit would wait for it.

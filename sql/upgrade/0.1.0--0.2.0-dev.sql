@@ -20,3 +20,5 @@ drop function pgqueue._announce_claim_end, pgqueue._total_query;
 drop function pgqueue._refuse_cron, pgqueue._last_tick, pgqueue._raise_null_column, pgqueue._relation_query;
 drop function pgqueue._contract_comment, pgqueue._check_contract_schema, pgqueue._subscriptions_comment;
 drop function pgqueue._check_exposure;
+drop function pgqueue._dedup_period, pgqueue._dedup_slice, pgqueue._is_hourly_reset_due, pgqueue._are_many_pages;
+drop function pgqueue._reserve_queue;

@@ -97,8 +97,8 @@ def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(o
         """)
         keys = """
             insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-            select pgqueue._dedup_slice(0, p), p, 1, n::text, n, now()
-            from (select pgqueue._dedup_period(0, pgqueue._now()) - 1) as w (p), generate_series(1, 100) as n
+            select pgqueue._dedup_slice('1 h', p), p, 1, n::text, n, now()
+            from (select pgqueue._dedup_period('1 h', pgqueue._now()) - 1) as w (p), generate_series(1, 100) as n
         """
         one.execute(keys)
         one.execute("select pg_stat_force_next_flush()")
