@@ -8734,54 +8734,55 @@ begin
         perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
         topics := topics || array(select unnest(base_topics));
     end if;
-    select array_agg(q.name order by q.name), array_agg(q.queue_id), min(q.max_payload_bytes)
+    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
+    -- the same name may exist, with other subscriptions: queue_id tells them apart in the statements below.
+    select array_agg(f.name) filter (where pgqueue._lock_queue(f.name)), array_agg(f.queue_id), min(f.max_payload_bytes)
     into names, queue_ids, smallest.max_payload_bytes
-    from pgqueue.queues q
-    where q.name = any (case
-            when exists (select from pgqueue.subscriptions s where s.is_pattern) then pgqueue._subscribers(topics)
-            else array(select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics))
-        end)
-        -- The first condition is the cheaper one.
-        and (
-            has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{producer}'))
-            or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
-        );
+    from (
+        select q.name, q.queue_id, q.max_payload_bytes from pgqueue.queues q
+        where q.name = any (case
+                when exists (select from pgqueue.subscriptions s where s.is_pattern) then pgqueue._subscribers(topics)
+                else array(select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics))
+            end)
+            -- The first condition is the cheaper one.
+            and (
+                has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{producer}'))
+                or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
+            )
+        order by q.name offset 0
+    ) f;
     if group_key is not null or priority is not null then
         perform pgqueue._check_keys(null, array[group_key], array[priority]);
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
-    headers := case when headers is null or jsonb_typeof(headers) = 'object'
-        then coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic) else headers end;
+    if headers is null then
+        headers := jsonb_build_object('pgqueue.topic', topic);
+    elsif jsonb_typeof(headers) = 'object' then
+        headers := headers || jsonb_build_object('pgqueue.topic', topic);
+    end if;
     -- What the fast path of enqueue would send needs no other check.
     if delay is distinct from interval '0' or dedup_key is not null or on_duplicate is distinct from 'keep'
-        or pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true
+        or pgqueue._is_valid(smallest, payload, headers, expires_in, body) is not true or pgqueue._has_fixed_snapshot()
     then
         perform pgqueue._check_copies(names, payload, delay, headers, expires_in, body, dedup_key, on_duplicate);
-    end if;
-
-    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
-    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
-    -- drop: pg_relation_filenode does not depend on it.
-    for n in 1..coalesce(cardinality(names), 0) loop
-        continue when pgqueue._lock_queue(names[n]) and not pgqueue._has_fixed_snapshot();
-        -- pg_relation_size locks the register: the catalog cache can be stale.
+        -- pg_relation_size does not depend on the snapshot, and locks the register: the catalog cache can be stale.
         perform pgqueue._raise('stale_snapshot', format('queue %L', q.name))
         from pgqueue.queues q
-        where q.name = names[n] and pg_relation_size(q.fresh_from_id) is null
+        where q.name = any (names) and pgqueue._has_fixed_snapshot() and pg_relation_size(q.fresh_from_id) is null
             -- It was not dropped, but got new registers with another kind.
             and to_regclass(format('pgqueue.queue_%s_fresh_from_id', q.queue_id)) is not null;
-    end loop;
-    if dedup_key is not null or delay > interval '0' then
-        perform pgqueue.enqueue(
-            n.name, payload, delay, headers, expires_in, message_id, body, dedup_key => publish.dedup_key,
-            on_duplicate => publish.on_duplicate)
-        from (
-            select q.name from pgqueue.queues q
-            where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null
-            order by q.name
-        ) n;
-        get diagnostics sent = row_count;
-        return sent;
+        if dedup_key is not null or delay > interval '0' then
+            perform pgqueue.enqueue(
+                n.name, payload, delay, headers, expires_in, message_id, body, dedup_key => publish.dedup_key,
+                on_duplicate => publish.on_duplicate)
+            from (
+                select q.name from pgqueue.queues q
+                where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null
+                order by q.name
+            ) n;
+            get diagnostics sent = row_count;
+            return sent;
+        end if;
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
