@@ -1900,7 +1900,9 @@ $$;
 
 create or replace function pgqueue._dedup_period(dedup_window interval, at timestamptz) returns bigint
 language sql stable parallel safe
-as $$ select floor(date_part('epoch', at) / ('{3600,86400,2592000}'::int[])[1 + pgqueue._dedup_class(dedup_window)])::bigint $$;
+as $$
+    select floor(date_part('epoch', at) / ('{3600,86400,2592000}'::int[])[1 + pgqueue._dedup_class(dedup_window)])::bigint
+$$;
 
 create or replace function pgqueue._dedup_slice(dedup_window interval, period bigint) returns int
 language sql immutable parallel safe as $$ select 3 * pgqueue._dedup_class(dedup_window) + (period % 3)::int $$;
