@@ -87,9 +87,7 @@ async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple
 
 
 def as_json(body: bytes, kind: type[Json | Jsonb] = Jsonb) -> str | Json | Jsonb:
-    """JSON as the value of a parameter, which has the type of `kind` if it is large. PostgreSQL reads its text, with
-    all its digits.
-    """
+    """JSON as a parameter, of the type of `kind` if it is large. PostgreSQL reads its text, with all its digits."""
     return kind(body, bytes) if len(body) > LARGE_BYTES else body.decode()
 
 
@@ -332,9 +330,7 @@ def _settings(limits: Limits) -> list[bytes]:
 
 
 def _transaction_settings(limits: Limits) -> bytes:
-    """Begin a transaction with the settings that other connections have for their session, and the styles, which
-    another client of the pooler may have changed.
-    """
+    """Begin a transaction with the settings of a session, and the styles, which another client may have changed."""
     settings = [*_settings(limits), b"DateStyle = ISO", b"IntervalStyle = postgres", b"client_encoding = UTF8"]
     return b"begin isolation level read committed; set local " + b"; set local ".join(settings)
 
@@ -346,9 +342,7 @@ async def _check(connection: Connection) -> None:
 
 
 async def _migrate(connection: Connection, steps: tuple[str, ...]) -> None:
-    """Install pgqueue unless the database has it, as an extension if the server offers it, and run the steps that have
-    not run here yet. A lock serializes the processes.
-    """
+    """Install pgqueue, as an extension if there is one, and run the steps that are missing, one process at a time."""
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
         cursor = await connection.execute(FIND_INSTALLATION)

@@ -166,9 +166,7 @@ def _nesting_error() -> ApiError:
 
 
 def _malformed(body: bytes) -> ApiError:
-    """The error for a body that msgspec cannot parse. Python's parser says more about it, but can take ten times the
-    memory of a large one.
-    """
+    """The error for a body that msgspec cannot parse. Python's parser says more, but takes ten times the memory."""
     limit = "a string of Unicode characters"
     try:
         if len(body) > _LARGEST_EXPLAINED:

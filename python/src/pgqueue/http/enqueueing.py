@@ -79,11 +79,7 @@ class MessageIds(Struct):
 
 
 async def enqueue_messages(
-    connection: AsyncConnection[Any],
-    queue: str,
-    request: bytes,
-    is_one: bool = False,
-    is_plain: bool = True,
+    connection: AsyncConnection[Any], queue: str, request: bytes, is_one: bool = False, is_plain: bool = True
 ) -> list[int]:
     """Enqueue the messages of a request, all or none. Plain ones have a payload, headers and a delay only."""
     statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
@@ -91,9 +87,7 @@ async def enqueue_messages(
 
 
 async def check_sizes(connection: AsyncConnection[Any], request: bytes) -> None:
-    """Raise `ApiError` 413 for a payload over 256 KB, in the form in which PostgreSQL writes it. An agent could report
-    it only later.
-    """
+    """Raise `ApiError` 413 for a payload over 256 KB as PostgreSQL writes it. An agent could report it only later."""
     for place, size in await fetch(connection, _TOO_LARGE, as_json(request), PAYLOAD_LIMIT):
         message = f"messages[{place}].payload of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
         field, limit = f"messages[{place}].payload", f"{PAYLOAD_LIMIT} bytes"

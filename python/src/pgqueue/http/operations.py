@@ -22,7 +22,6 @@ _DESCRIPTION: Final = """Queues in PostgreSQL, managed and used over HTTP.
 
 Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
 direct routes answer in one round trip. A POST with an `Idempotency-Key` can be repeated: it takes effect once."""
-_OPEN: Final = ("/healthz", "/readyz")
 _ERRORS: Final = {
     400: "The body is not JSON.",
     401: "Name or password, or the token, is missing or wrong.",
@@ -167,7 +166,7 @@ def _operation(route: Route, reference: dict[Any, Any]) -> dict[str, Any]:
     }
     if route.body is not None:
         found["requestBody"] = {"required": True, "content": _json(reference[route.body])}
-    if route.path in _OPEN:
+    if route.need == NOTHING:
         found["security"] = []
     return found
 
@@ -191,7 +190,7 @@ def _responses(route: Route, reference: dict[Any, Any]) -> dict[str, Any]:
     found = {str(route.status): {"description": "Success", "content": content}}
     if route.polls:
         found["202"] = {"description": "Pending or running", "content": content}
-    errors = {*route.errors, *(() if route.path in _OPEN else _EVERYWHERE)}
+    errors = {*route.errors, *(() if route.need == NOTHING else _EVERYWHERE)}
     errors |= {404} if route.tag != "operations" else set()
     errors |= {409} if route.method == "POST" else set()
     errors |= {400, 415} if route.body is not None else set()

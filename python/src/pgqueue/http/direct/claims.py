@@ -35,9 +35,7 @@ _COLUMNS: Final = {
 
 
 def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
-    """The statement that lists structs, and a column `more`, as JSON: the number and the text. PostgreSQL writes it at
-    a tenth of the CPU time that Python takes.
-    """
+    """The statement for the number of structs and their JSON: PostgreSQL writes it at a tenth of the CPU time."""
     columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
     rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
     listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"

@@ -40,9 +40,7 @@ _UNITS: Final = {"s": 1, "days": 86_400}  # in seconds
 
 
 class Field(NamedTuple):
-    """A setting in a form. `kind` is a type, the unit of a duration, or choices with | between them. A setting without
-    a default may be empty.
-    """
+    """A setting in a form, of a type, a unit or choices with | between them. Without a default it may be empty."""
 
     name: str
     label: str

@@ -219,9 +219,7 @@ async def open_queue(context: Context, place: Place, is_slow: bool = False) -> A
 
 
 async def read_form(call: Call) -> Form:
-    """The fields of a form, without empty ones. The values of a field that is there several times have commas between
-    them.
-    """
+    """The fields of a form, without empty ones. The values of a repeated field have commas between them."""
     text = (await call.body()).decode(errors="replace")
     try:
         found = await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)

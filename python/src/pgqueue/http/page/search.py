@@ -123,9 +123,7 @@ async def search(
     max_payload: int,
     after: int | None = None,
 ) -> Found:
-    """A page of the messages that pass a filter: those after an id, or before it if they are archived. Raises
-    `ApiError`.
-    """
+    """A page of the messages that pass a filter: after an id, or before it if they are archived. Raises `ApiError`."""
     is_archive = state == "archived"
     conditions = filter.conditions()
     limit = LOOK_LIMIT if conditions else page_size + 1

@@ -102,9 +102,7 @@ class Admission:
         self.sessions = sessions
 
     async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller | None:
-        """The caller of a request; None if its path needs none. Raises `ApiError`, 303 with the log-in form for a
-        browser.
-        """
+        """The caller of a request; None if its path needs none. Raises `ApiError`: 401, or 303 to the log-in form."""
         path = scope["path"]
         if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
             return None
