@@ -511,6 +511,14 @@ def test_the_health_check_tells_what_is_wrong(shop: Shop) -> None:
     assert (answer.status_code, "orders" in answer.json()["errors"][0]) == (503, True)
 
 
+def test_the_health_check_answers_without_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections.close_all()
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    monkeypatch.setitem(connections.settings["default"], "HOST", "/nowhere")
+    answer = Client().get("/health/")
+    assert (answer.status_code, answer.json()["errors"]) == (503, ["OperationalError"])
+
+
 @pytest.fixture
 def letters() -> list[int]:
     """The ids of three dead letters, with an expensive, a cheap and a binary content."""

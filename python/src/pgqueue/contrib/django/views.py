@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from django.db import DEFAULT_DB_ALIAS, Error
+from django.db import DEFAULT_DB_ALIAS, Error, transaction
 from django.http import HttpRequest, JsonResponse
 
 from ...errors import QueueNotFound
@@ -12,6 +12,7 @@ from .client import queue, queues
 __all__ = ["health"]
 
 
+@transaction.non_atomic_requests  # ATOMIC_REQUESTS would fail before the view is called
 def health(
     _: HttpRequest, using: str = DEFAULT_DB_ALIAS, queue_names: Iterable[str] = (), max_age: float | None = None
 ) -> JsonResponse:
