@@ -8177,19 +8177,19 @@ language sql stable as $$
     ) w
 $$;
 
-create function pgqueue._days() returns table (day date, relation regclass)
+-- The days that have passed at a time. At infinity all have.
+create function pgqueue._days(at timestamptz default 'infinity') returns table (day date, relation regclass)
 language sql stable as $$
-    select to_date(right(c.relname, 8), 'YYYYMMDD'), c.oid::regclass
-    from pg_catalog.pg_inherits i
-    join pg_catalog.pg_class c on c.oid = i.inhrelid
-    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-$$;
-
-create function pgqueue._expired_days(at timestamptz) returns table (day date, relation regclass)
-language sql stable as $$
+    select d.day, d.relation
+    from (
+        select to_date(right(c.relname, 8), 'YYYYMMDD') as day, c.oid::regclass as relation
+        from pg_catalog.pg_inherits i
+        join pg_catalog.pg_class c on c.oid = i.inhrelid
+        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+    ) d
     -- As a subquery the expiry is computed once, and not for each day, or each pair of days.
-    select d.* from pgqueue._days() d
-    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d.day
+    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at)))
+    order by d.day
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
@@ -8313,7 +8313,7 @@ begin
     perform pgqueue._require_current_snapshot('the archive');
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for expired in
-        select d.* from pgqueue._expired_days(confirmed_at) d
+        select d.* from pgqueue._days(confirmed_at) d
         where not (is_commit and pg_relation_size(d.relation) = 0) limit case when is_commit then 1 end
     loop
         begin
@@ -8422,12 +8422,12 @@ begin
         repair
     from (
         select count(*) as n, bool_and(pg_relation_size(e.relation) = 0) as is_empty
-        from pgqueue._expired_days(at - interval '2 days') e
+        from pgqueue._days(at - interval '2 days') e
     ) o
     where o.n > case when o.is_empty then 30 else 0 end;
 
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
-    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 order by y.day limit 10 loop
+    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 limit 10 loop
         -- By its name: a statement on the parent would lock the partitions of all days.
         execute format(
             'select exists ('
@@ -9739,8 +9739,12 @@ event, for example those of its base classes; a queue gets one copy, however man
 pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is
 sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
 Raises 22023, PQ003.';
--- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
--- expression matches. Where the clock changes, the rules are those of Debian's cron: see _next_tick.
+-- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
+-- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
+-- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
+--
+-- A tick is a moment at which the wall clock of a time zone shows a time that the cron expression matches. Where the
+-- clock changes, the rules are those of Debian's cron: see _next_tick.
 
 create function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
@@ -9868,9 +9872,6 @@ $$;
 comment on function pgqueue._next_tick is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
--- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
--- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
--- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
 create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
 language sql stable as $$
@@ -10902,6 +10903,23 @@ declare
     address text;
     expires boolean;
 begin
+    return query
+    select
+        'info', q.name, 'subscriber_without_relation',
+        'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+        format('select pgqueue.expose_transport(%L);', q.name)
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and not exists (select from pgqueue.transports t where t.queue_name = q.name)
+        and exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._exposed_comment('subscriptions'))
+    union all
+    select
+        'warning', q.name, 'renamed_relation',
+        format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', w.address),
+        format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', w.address, q.name)
+    from (select pgqueue._transport_address(t.relation) as address from pgqueue.transports t where t.queue_name = q.name) w
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> w.address);
     if to_regclass(table_name) is null then
         return;
     end if;
@@ -11039,26 +11057,6 @@ $$;
 comment on function pgqueue.unexpose_subscriptions is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
-
-create function pgqueue._findings_of_routing(q pgqueue.queues) returns setof pgqueue.finding
-language sql stable as $$
-    select
-        'info', q.name, 'subscriber_without_relation',
-        'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
-        format('select pgqueue.expose_transport(%L);', q.name)
-    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
-        and not exists (select from pgqueue.transports t where t.queue_name = q.name)
-        and exists (
-            select from pg_description d
-            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._exposed_comment('subscriptions'))
-    union all
-    select
-        'warning', q.name, 'renamed_relation',
-        format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', w.address),
-        format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', w.address, q.name)
-    from (select pgqueue._transport_address(t.relation) as address from pgqueue.transports t where t.queue_name = q.name) w
-    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> w.address)
-$$;
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
@@ -11560,15 +11558,6 @@ comment on function pgqueue._is_pinned_for is
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create function pgqueue._tables_to_compact() returns setof regclass
-language sql volatile as $$
-    select t.relation
-    from pgqueue._overgrown_tables() t
-    -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
-    order by t.bytes desc
-$$;
-
 create function pgqueue._is_compaction_on() returns boolean
 language sql volatile as $$
     select case current_setting('pgqueue.compaction', true)
@@ -11699,7 +11688,9 @@ language plpgsql volatile set lock_timeout = '20 ms' as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
-        and exists (select from pgqueue._tables_to_compact())
+        and exists (
+            select from pgqueue._overgrown_tables() t
+            where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows))
     then
         perform pgqueue._request_at_commit('_compact_overgrown', at);
     end if;
@@ -11725,7 +11716,12 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in select t from pgqueue._tables_to_compact() t loop
+    for candidate in
+        select t.relation from pgqueue._overgrown_tables() t
+        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
+        where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
+        order by t.bytes desc
+    loop
         done := pgqueue._compact_table(candidate);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';

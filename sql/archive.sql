@@ -13,19 +13,19 @@ language sql stable as $$
     ) w
 $$;
 
-create or replace function pgqueue._days() returns table (day date, relation regclass)
+-- The days that have passed at a time. At infinity all have.
+create or replace function pgqueue._days(at timestamptz default 'infinity') returns table (day date, relation regclass)
 language sql stable as $$
-    select to_date(right(c.relname, 8), 'YYYYMMDD'), c.oid::regclass
-    from pg_catalog.pg_inherits i
-    join pg_catalog.pg_class c on c.oid = i.inhrelid
-    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-$$;
-
-create or replace function pgqueue._expired_days(at timestamptz) returns table (day date, relation regclass)
-language sql stable as $$
+    select d.day, d.relation
+    from (
+        select to_date(right(c.relname, 8), 'YYYYMMDD') as day, c.oid::regclass as relation
+        from pg_catalog.pg_inherits i
+        join pg_catalog.pg_class c on c.oid = i.inhrelid
+        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+    ) d
     -- As a subquery the expiry is computed once, and not for each day, or each pair of days.
-    select d.* from pgqueue._days() d
-    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at))) order by d.day
+    where d.day < (select pgqueue._utc_day(pgqueue._archive_expiry(at)))
+    order by d.day
 $$;
 
 -- The caller holds a lock that keeps other sessions from doing the same.
@@ -149,7 +149,7 @@ begin
     perform pgqueue._require_current_snapshot('the archive');
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for expired in
-        select d.* from pgqueue._expired_days(confirmed_at) d
+        select d.* from pgqueue._days(confirmed_at) d
         where not (is_commit and pg_relation_size(d.relation) = 0) limit case when is_commit then 1 end
     loop
         begin
@@ -258,12 +258,12 @@ begin
         repair
     from (
         select count(*) as n, bool_and(pg_relation_size(e.relation) = 0) as is_empty
-        from pgqueue._expired_days(at - interval '2 days') e
+        from pgqueue._days(at - interval '2 days') e
     ) o
     where o.n > case when o.is_empty then 30 else 0 end;
 
     -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
-    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 order by y.day limit 10 loop
+    for d in select y.* from pgqueue._days() y where pg_relation_size(y.relation) > 0 limit 10 loop
         -- By its name: a statement on the parent would lock the partitions of all days.
         execute format(
             'select exists ('

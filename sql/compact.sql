@@ -69,15 +69,6 @@ comment on function pgqueue._is_pinned_for is
 fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
 or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
-create or replace function pgqueue._tables_to_compact() returns setof regclass
-language sql volatile as $$
-    select t.relation
-    from pgqueue._overgrown_tables() t
-    -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
-    order by t.bytes desc
-$$;
-
 create or replace function pgqueue._is_compaction_on() returns boolean
 language sql volatile as $$
     select case current_setting('pgqueue.compaction', true)
@@ -208,7 +199,9 @@ language plpgsql volatile set lock_timeout = '20 ms' as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
-        and exists (select from pgqueue._tables_to_compact())
+        and exists (
+            select from pgqueue._overgrown_tables() t
+            where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows))
     then
         perform pgqueue._request_at_commit('_compact_overgrown', at);
     end if;
@@ -234,7 +227,12 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in select t from pgqueue._tables_to_compact() t loop
+    for candidate in
+        select t.relation from pgqueue._overgrown_tables() t
+        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
+        where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
+        order by t.bytes desc
+    loop
         done := pgqueue._compact_table(candidate);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';

@@ -396,6 +396,23 @@ declare
     address text;
     expires boolean;
 begin
+    return query
+    select
+        'info', q.name, 'subscriber_without_relation',
+        'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+        format('select pgqueue.expose_transport(%L);', q.name)
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and not exists (select from pgqueue.transports t where t.queue_name = q.name)
+        and exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._exposed_comment('subscriptions'))
+    union all
+    select
+        'warning', q.name, 'renamed_relation',
+        format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', w.address),
+        format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', w.address, q.name)
+    from (select pgqueue._transport_address(t.relation) as address from pgqueue.transports t where t.queue_name = q.name) w
+    where exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> w.address);
     if to_regclass(table_name) is null then
         return;
     end if;

@@ -22,3 +22,4 @@ drop function pgqueue._contract_comment, pgqueue._check_contract_schema, pgqueue
 drop function pgqueue._check_exposure;
 drop function pgqueue._dedup_period, pgqueue._dedup_slice, pgqueue._is_hourly_reset_due, pgqueue._are_many_pages;
 drop function pgqueue._reserve_queue;
+drop function pgqueue._findings_of_routing;

@@ -355,7 +355,7 @@ select pgqueue._at_housekeeping_archive(pgqueue._now()) \g /dev/null
 select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_steps'), 0::bigint, 'the commit of a later claim empties the next day');
 -- Each computation of the expiry reads all queues.
 set local track_functions = 'all';
-select count(*) as expired from pgqueue._expired_days(pgqueue._now()) \gset
+select count(*) as expired from pgqueue._days(pgqueue._now()) \gset
 select is((select f.calls from pg_stat_xact_user_functions f where f.funcname = '_archive_expiry'), 1::bigint, 'the expiry of the archive is computed once for all days');
 set local track_functions = 'none';
 select pgqueue.drop_queue('archive_steps') is not null as dropped \gset
