@@ -300,7 +300,8 @@ artefacts: .venv/release  ## build .cache/release from the last commit
 version: setup  ## begin the version after a release [VERSION=0.3.0-dev]
 	@$(python) test/release.py --begin $(VERSION)
 
-.venv/release: python/pyproject.toml test/tools.py | .venv/ready
+# The artefacts, which compose.yaml needs, and the site are built without the tools of the tests.
+.venv/release: python/pyproject.toml test/tools.py | .venv/demo
 	@$(PYTHON) test/tools.py group release
 	@touch $@
 
@@ -309,7 +310,7 @@ site: .venv/site  ## build the documents as one site in .cache/site/html
 	@git ls-files '*.md' '*.png' '*.svg' | xargs cp --parents --target-directory .cache/site/docs
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --config-file .mkdocs.yml
 
-.venv/site: python/pyproject.toml test/tools.py | .venv/ready
+.venv/site: python/pyproject.toml test/tools.py | .venv/demo
 	@$(PYTHON) test/tools.py group site
 	@touch $@
 
