@@ -157,12 +157,7 @@ def isolation(server: Server, files: list[Path], accept: bool) -> str:
 def run_spec(server: Server, installed: str, spec: Path, accept: bool) -> str:
     """Run a spec in a copy of a database; returns the difference between its output and the expected output."""
     with server.database("isolation", installed) as database, spec.open() as steps:
-        done = subprocess.run(
-            [ISOLATIONTESTER, server.dsn_of(database)],
-            stdin=steps,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run([ISOLATIONTESTER, server.dsn_of(database)], stdin=steps, capture_output=True, text=True)
     output = done.stdout + done.stderr
     expected = TEST / "isolation/expected" / f"{spec.stem}.out"
     if accept:
@@ -200,11 +195,7 @@ def plpgsql_check(server: Server) -> str:
 def run(command: list[object], environment: dict[str, str], summary: str) -> str:
     """Run a command; if it fails, raise `Failure` with its output."""
     done = subprocess.run(
-        [str(word) for word in command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [str(word) for word in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     found = re.search(summary, done.stdout, re.MULTILINE)
     if done.returncode != 0 or found is None:

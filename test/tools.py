@@ -34,7 +34,7 @@ PGTAP: dict[str, str | None] = {
     "libtap-parser-sourcehandler-pgtap-perl": "96080fafb5d513696fcec9b19c15ae0ffb2b1e931aa5c43458b363c9234d7629",
 }
 PLPGSQL_CHECK: dict[str, str | None] = {
-    "postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092",
+    "postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"
 }
 # For the tests with a transaction pool. Not pinned, as security updates replace the versions; apt verifies signatures.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}

@@ -128,12 +128,7 @@ class Watched:
 
 
 def in_turns(
-    peers: Sequence[SqlPeer],
-    pressure: Pressure,
-    rounds: int,
-    seconds: float,
-    verb: str,
-    tell: Callable[[int], None],
+    peers: Sequence[SqlPeer], pressure: Pressure, rounds: int, seconds: float, verb: str, tell: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """Return the figures of each system. Queues are filled before the pressure starts."""
     for peer in peers:

@@ -96,10 +96,7 @@ def measure_receives(dsn: str, rounds: int, messages: int, clients: int, sync: s
 def measure_publish(dsn: str, rounds: int, calls: int) -> dict[str, Any]:
     """Return the duration of a publish to ten queues, and of ten enqueues in one statement."""
     enqueues = "select " + ", ".join(f"pgqueue.enqueue('subscriber{n}', %(payload)s::jsonb)" for n in range(10))
-    statements = {
-        "ten enqueues": enqueues,
-        "publish": "select pgqueue.publish('orders.paid', %(payload)s::jsonb)",
-    }
+    statements = {"ten enqueues": enqueues, "publish": "select pgqueue.publish('orders.paid', %(payload)s::jsonb)"}
     times: dict[str, list[float]] = {name: [] for name in statements}
     with psycopg.connect(dsn, autocommit=True) as connection:
         for n in range(10):

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import secrets
 import signal
 from collections import Counter
@@ -18,7 +19,7 @@ import hypothesis
 import psutil
 import psycopg
 import pytest
-from clients import PATIENCE, use_memory
+from clients import PATIENCE, Connection, use_memory
 from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -60,22 +61,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 # The files whose tests share the HTTP server of the run.
-SERVED = (
-    "test_http_direct",
-    "test_http_long_polls",
-    "test_http_managed",
-    "test_http_page",
-    "test_http_page_actions",
-    "test_http_rights",
-    "test_http_schedules",
-    "test_http_schema",
-    "test_http_topics",
-)
+SERVED = re.compile("test_http_(direct|long_polls|managed|page|page_actions|rights|schedules|schema|topics)")
 
 
 def group(item: pytest.Item) -> str:
     """The tests of a group run in one process: a file, the tests of the Spark session, those of the HTTP server."""
-    if item.path.stem in SERVED:
+    if SERVED.fullmatch(item.path.stem):
         return "http"
     return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
 
@@ -210,7 +201,7 @@ def web(empty_database: Callable[[], str], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(name="sql")
-def site_connection(web: Server) -> Iterator[psycopg.Connection[Any]]:
+def site_connection(web: Server) -> Iterator[Connection]:
     """A connection to the first database of the HTTP server of the run."""
     with psycopg.connect(web.site.target, autocommit=True) as connection:
         yield connection
@@ -240,7 +231,7 @@ def database(pgqueue_dsn: str) -> str:
 
 
 @pytest.fixture
-def connection(database: str) -> Iterator[psycopg.Connection[Any]]:
+def connection(database: str) -> Iterator[Connection]:
     """A connection in autocommit mode, beside the client's."""
     with psycopg.connect(database, autocommit=True) as connection:
         yield connection
@@ -308,7 +299,7 @@ def queue(client: Client, name: str) -> Any:
 
 
 @pytest.fixture
-def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+def orders(connection: Connection, name: str) -> pgqueue.Queue:
     """A new queue, beside every client."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
@@ -316,7 +307,7 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
 
 
 @pytest.fixture
-def case(form: "Form", database: str, connection: psycopg.Connection[Any], name: str) -> "Case":
+def case(form: "Form", database: str, connection: Connection, name: str) -> "Case":
     """A form of consumer, by which the test is parametrized, and a queue for it."""
     from consumers import Case
 

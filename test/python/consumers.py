@@ -21,7 +21,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
+from clients import PATIENCE, Connection, connect, is_empty, wait_for
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
@@ -339,7 +339,7 @@ class Case:
 
     form: Form
     database: str
-    connection: psycopg.Connection[Any]
+    connection: Connection
     name: str
 
     def prepare(self, **settings: Any) -> pgqueue.Queue:
@@ -379,7 +379,7 @@ class Source:
         self.is_broken = False
         self.refused = 0
 
-    def __call__(self) -> psycopg.Connection[Any]:
+    def __call__(self) -> Connection:
         if self.is_broken:
             self.refused += 1
             raise self.error("no connection")
@@ -467,18 +467,18 @@ def until(reached: Callable[[], Any]) -> Work:
     return work
 
 
-def prepare(connection: psycopg.Connection[Any], name: str, **settings: Any) -> pgqueue.Queue:
+def prepare(connection: Connection, name: str, **settings: Any) -> pgqueue.Queue:
     """Make a queue that gives messages back without a pause."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(**{"backoff_base": NOW, **settings})
     return queue
 
 
-def rows(connection: psycopg.Connection[Any], statement: str, *values: Any) -> list[Any]:
+def rows(connection: Connection, statement: str, *values: Any) -> list[Any]:
     return connection.execute(statement, values).fetchall()
 
 
-def attempts(connection: psycopg.Connection[Any], name: str) -> list[int]:
+def attempts(connection: Connection, name: str) -> list[int]:
     """How many attempts the messages of a queue have had, by id, wherever they wait."""
     return [
         row[0]
@@ -492,14 +492,14 @@ def attempts(connection: psycopg.Connection[Any], name: str) -> list[int]:
     ]
 
 
-def waits(connection: psycopg.Connection[Any], name: str) -> bool:
+def waits(connection: Connection, name: str) -> bool:
     """Whether a consumer has said that it waits to be notified."""
     return rows(
         connection, "select pg_sequence_last_value(waiting_until) > 1 from pgqueue.queues where name = %s", name
     ) == [(True,)]
 
 
-def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
+def steal(connection: Connection, name: str) -> list[Any]:
     """Let the claims on a queue run out, and claim its messages before anybody else can; returns their ids."""
 
     def stolen() -> list[Any]:
@@ -523,7 +523,7 @@ def extend_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "extension_check", 0.05)
 
 
-def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
+def are_idle(connection: Connection, name: str) -> bool:
     """No connection of the consumers of a queue is at work."""
     (found,) = rows(
         connection,
@@ -534,7 +534,7 @@ def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
     return bool(found == (True,))
 
 
-def cut(connection: psycopg.Connection[Any], name: str) -> int:
+def cut(connection: Connection, name: str) -> int:
     """End every connection of the consumers of a queue, and wait until they are gone; returns how many those were."""
     # One that listens comes last: its end wakes the consumer, which would go to work on the others.
     found = rows(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import httpx
-import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from served import ADMIN, Server, new_name
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def url(page: str, at: dict[str, str]) -> str:
 
 
 @pytest.fixture
-def queue(sql: psycopg.Connection[Any], web: Server, name: str) -> str:
+def queue(sql: Connection, web: Server, name: str) -> str:
     """A queue with two ready messages and a dead letter, which the page shows."""
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('order_id', 1001, 'note', %s::text))", [name, HOSTILE])
@@ -137,7 +136,7 @@ def row(page: "Page", queue: str) -> "Locator":
     return page.locator(f'tr[data-queue="{queue}"]')
 
 
-def dead_letters(sql: psycopg.Connection[Any], name: str, *errors: str) -> list[int]:
+def dead_letters(sql: Connection, name: str, *errors: str) -> list[int]:
     """Make a queue with a dead letter for each error; returns their ids."""
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     ids = []

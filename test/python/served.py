@@ -15,7 +15,7 @@ import httpx
 import psycopg
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from clients import PATIENCE, growing, wait_for
+from clients import PATIENCE, Connection, growing, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 
 @contextmanager
-def locked(dsn: str, statement: str, *values: Any) -> Iterator[psycopg.Connection[Any]]:
+def locked(dsn: str, statement: str, *values: Any) -> Iterator[Connection]:
     """Hold what a statement locks."""
     with psycopg.connect(dsn) as connection:
         connection.execute(statement, values)

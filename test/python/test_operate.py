@@ -15,7 +15,7 @@ import httpx
 import psycopg
 import pytest
 import yaml  # type: ignore[import-untyped]
-from clients import free_port, wait_for
+from clients import Connection, free_port, wait_for
 from commands import COMMAND, NewDatabase, environment, in_process
 
 import pgqueue
@@ -71,7 +71,7 @@ def test_figures_of_a_queue_are_one_series_however_many_servers_export_them(name
 
 
 def test_the_query_for_keda_counts_what_a_consumer_could_work_on(
-    pgqueue_new_queue: Callable[..., pgqueue.Queue], pgqueue_connection: psycopg.Connection[Any]
+    pgqueue_new_queue: Callable[..., pgqueue.Queue], pgqueue_connection: Connection
 ) -> None:
     orders = pgqueue_new_queue("orders")
     orders.enqueue_batch([1, 2, 3])

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(82);
+select plan(84);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -226,6 +226,16 @@ delete from pgqueue.messages where queue_name = 'looks';
 select is(pg_temp.records(format('select pgqueue.%s', call), 1), 'f in a read-only transaction, t after a second, f before',
     call || ' records where the queue has no rows, if it has read many pages itself')
 from unnest(array['peek(''looks'')', 'next_due_at(''looks'')', 'stats()']) as call;
+
+select pgqueue.create_queue('limited', max_in_flight => 2), pgqueue.enqueue('limited', '"dead"') \g /dev/null
+select pgqueue.reject('limited', c.id, c.claim_token) from pgqueue.claim('limited') c \g /dev/null
+select pgqueue.enqueue('limited', '"returning"') \g /dev/null
+select pgqueue.nack('limited', c.id, c.claim_token, '1 h') from pgqueue.claim('limited') c \g /dev/null
+select pg_temp.record_vacant_ids('limited'), pg_temp.pass('1 h') \g /dev/null
+select is((select c.payload from pgqueue.claim('limited') c), '"returning"', 'a claim finds a message that returns to an id that was vacant');
+select pgqueue.enqueue_batch('limited', '{1,2}') \g /dev/null
+select is((select count(*) from pgqueue.claim('limited', 5)), 1::bigint,
+    'max_in_flight counts a message that has returned to an id that was vacant, above a dead letter');
 
 select is(pgqueue._clamp_due_at(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
 select is(pgqueue._clamp_due_at(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '100 ms', 'a due time in the past becomes 100 ms ago');

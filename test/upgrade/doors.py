@@ -48,10 +48,7 @@ def old_script(current: str) -> str:
     """Turn the current installation script into that of the generated older version."""
     script = current
     for pattern, replacement in (
-        (
-            r"    reason text not null,\n(    constraint dead_messages_pkey .*),\n.*\n.*\n\)",
-            r"\1\n)",
-        ),
+        (r"    reason text not null,\n(    constraint dead_messages_pkey .*),\n.*\n.*\n\)", r"\1\n)"),
         (r"(comment on table pgqueue.queues is\n)'.*';", r"\1'Queues.';"),
         (r"^create function pgqueue\.reject\((?s:.*?)^comment on function pgqueue\.reject is\n'(?s:.*?)';\n", ""),
         (rf"\$\$ select '{NEW}'::text \$\$", f"$$ select '{OLD}'::text $$"),

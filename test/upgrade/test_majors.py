@@ -119,11 +119,7 @@ def as_server(*command: object, cwd: Path) -> None:
     """Run a program as the user that the servers run as."""
     identity = _identity()
     done = subprocess.run(
-        [str(word) for word in (*identity.prefix, *command)],
-        cwd=cwd,
-        **identity.switch,
-        capture_output=True,
-        text=True,
+        [str(word) for word in (*identity.prefix, *command)], cwd=cwd, **identity.switch, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 

@@ -18,7 +18,7 @@ class Pgmq(SqlPeer):
         ],
         SCHEDULED: [
             f"select count(*) from (select pgmq.send_batch('{QUEUE}', array_fill('1'::jsonb, array[1000]), 36000)"
-            " from generate_series(1, 1000)) sent",
+            " from generate_series(1, 1000)) sent"
         ],
         # A transaction each, as a queue is a table with locks.
         MANY_QUEUES: [

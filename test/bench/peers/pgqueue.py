@@ -50,7 +50,7 @@ class Pgqueue(SqlPeer):
         ],
         SCHEDULED: [
             f"select count(*) from (select pgqueue.enqueue_batch('{QUEUE}', array_fill('1'::jsonb, array[1000]),"
-            " delay => '10 hours') from generate_series(1, 1000)) sent",
+            " delay => '10 hours') from generate_series(1, 1000)) sent"
         ],
         MANY_QUEUES: [
             f"select pgqueue.create_queue('{QUEUE}' || n) from generate_series(1, {QUEUES}) n"

@@ -28,5 +28,5 @@ class Transport(BareTable):
             returning id as mid, headers as tok, body as body,
                 case when expires is null then 0 when expires > now() at time zone 'UTC' then 0 else 1 end as expired
             \gset
-        """,
+        """
     }

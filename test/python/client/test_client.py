@@ -14,6 +14,7 @@ from uuid import UUID
 import msgspec
 import psycopg
 import pytest
+from clients import Connection
 from commands import NewDatabase
 from conftest import Client
 from psycopg import sql
@@ -37,7 +38,7 @@ NOWHERE = UUID(int=0)
     ],
 )
 def test_results_are_read_with_any_session_style(
-    client: Client, styles: str, connection: psycopg.Connection[Any], name: str
+    client: Client, styles: str, connection: Connection, name: str
 ) -> None:
     plain, queue = pgqueue.Queue(connection, name), client.queue(name)
     client.connection.execute(f"set {styles}")
@@ -176,7 +177,7 @@ def test_json_is_read_and_written_by_functions_of_the_user(client: Client, order
 
 
 @pytest.fixture
-def role(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
+def role(connection: Connection, name: str) -> Iterator[str]:
     """A role that needs quotes."""
     role = f"{name} \"role'"
     connection.execute(sql.SQL("create role {}").format(sql.Identifier(role)))
@@ -194,9 +195,7 @@ def test_raw_access_suffices_for_enqueue_copy(client: Client, queue: Any, role: 
         queue.claim()
 
 
-def test_the_client_never_commits_the_callers_transaction(
-    queue: Any, client: Client, connection: psycopg.Connection[Any]
-) -> None:
+def test_the_client_never_commits_the_callers_transaction(queue: Any, client: Client, connection: Connection) -> None:
     other = pgqueue.Queue(connection, queue.name)
     client.connection.set_autocommit(False)
     queue.enqueue(1)
@@ -346,7 +345,7 @@ def test_enqueue_batch_refuses_a_single_value_as_payloads(queue: Any) -> None:
 
 
 def test_a_queue_refuses_what_is_no_connection_or_no_name(
-    connection: psycopg.Connection[Any], client: Client, database: str
+    connection: Connection, client: Client, database: str
 ) -> None:
     other: Any = client.queue("orders").connection
     made: Any

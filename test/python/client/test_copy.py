@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from conftest import Client
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,7 +122,7 @@ def test_enqueue_copy_works_with_any_client_encoding(queue: Any, client: Client,
     assert (first.payload, second.headers, third.body) == (sent, sent, "é".encode())
 
 
-def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connection: psycopg.Connection[Any]) -> None:
+def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connection: Connection) -> None:
     def now() -> datetime:
         row = connection.execute("select clock_timestamp()").fetchone()
         assert row is not None
@@ -179,7 +179,7 @@ def test_one_invalid_row_sends_nothing(queue: Any, row: Any, error: type[Excepti
 
 
 def test_enqueue_copy_does_not_commit_the_callers_transaction(
-    queue: Any, client: Client, connection: psycopg.Connection[Any]
+    queue: Any, client: Client, connection: Connection
 ) -> None:
     client.connection.set_autocommit(False)
     other = pgqueue.Queue(connection, queue.name)
@@ -215,9 +215,7 @@ def test_enqueue_copy_to_an_unknown_queue_reads_no_row(client: Client) -> None:
     assert list(rows) == [1, 2]
 
 
-def test_enqueue_copy_notifies_waiting_consumers_if_there_are_rows(
-    queue: Any, connection: psycopg.Connection[Any]
-) -> None:
+def test_enqueue_copy_notifies_waiting_consumers_if_there_are_rows(queue: Any, connection: Connection) -> None:
     connection.execute(f'listen "{queue.channel()}"')
     assert queue.enqueue_copy([]) == queue.peek() == 0
     connection.execute("select pg_notify(%s, 'none before')", [queue.channel()])

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import commands
-import psycopg
 import pytest
-from clients import PATIENCE, QUIET, connect, is_empty, value, wait_for
+from clients import PATIENCE, QUIET, Connection, connect, is_empty, value, wait_for
 from consumers import waits
 from psycopg.conninfo import make_conninfo
 
@@ -154,7 +153,7 @@ def programs(request: pytest.FixtureRequest) -> Programs:
 
 
 @pytest.fixture
-def shop(shop_server: EmbeddedServer) -> Iterator[psycopg.Connection[Any]]:
+def shop(shop_server: EmbeddedServer) -> Iterator[Connection]:
     """The database of the programs, with empty tables and without the queue."""
     with connect(shop_server.dsn) as shop:
         shop.execute(f"select pg_terminate_backend(pid, 60000) {WORKERS}".encode())
@@ -163,26 +162,24 @@ def shop(shop_server: EmbeddedServer) -> Iterator[psycopg.Connection[Any]]:
         yield shop
 
 
-def shipped(shop: psycopg.Connection[Any]) -> list[int]:
+def shipped(shop: Connection) -> list[int]:
     """The orders that have been shipped, by number, in committed transactions."""
     return [order for (order,) in shop.execute("select order_id from shipped order by order_id")]
 
 
-def is_waiting(shop: psycopg.Connection[Any]) -> bool:
+def is_waiting(shop: Connection) -> bool:
     """Whether a worker has sent nothing for a second."""
     look = f"select count(*) > 0 and bool_and(state = 'idle' and state_change < now() - interval '1 s') {WORKERS}"
     return bool(value(shop, look))
 
 
-def held(shop: psycopg.Connection[Any], order: int) -> bool:
+def held(shop: Connection, order: int) -> bool:
     """Whether the shipment of an order waits for the lock that the test has."""
     look = "select exists (select from pg_locks where locktype = 'advisory' and objid = %s and not granted)"
     return bool(value(shop, look, order))
 
 
-def test_an_order_and_its_message_are_committed_together_or_not_at_all(
-    programs: Programs, shop: psycopg.Connection[Any]
-) -> None:
+def test_an_order_and_its_message_are_committed_together_or_not_at_all(programs: Programs, shop: Connection) -> None:
     orders = pgqueue.Queue(shop, "orders")
     orders.create_queue()
     sent = programs.run(*programs.producer, "1001", "declined")
@@ -198,9 +195,7 @@ def test_an_order_and_its_message_are_committed_together_or_not_at_all(
     assert orders.enqueue({}, dedup_key="order-1001") == message.id
 
 
-def test_the_program_of_the_chapter_sends_claims_and_acknowledges(
-    programs: Programs, shop: psycopg.Connection[Any]
-) -> None:
+def test_the_program_of_the_chapter_sends_claims_and_acknowledges(programs: Programs, shop: Connection) -> None:
     pgqueue.Queue(shop, "orders").create_queue()
     done = programs.run(*programs.first)
     assert done.returncode == 0, done.stderr
@@ -211,7 +206,7 @@ def test_the_program_of_the_chapter_sends_claims_and_acknowledges(
 
 
 def test_a_worker_settles_what_it_claims_and_waits_for_more(
-    programs: Programs, shop: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+    programs: Programs, shop: Connection, capfd: pytest.CaptureFixture[str]
 ) -> None:
     orders = pgqueue.Queue(shop, "orders")
     orders.create_queue(max_attempts=2, backoff_base=timedelta(0))
@@ -248,9 +243,7 @@ def test_a_worker_settles_what_it_claims_and_waits_for_more(
 @pytest.mark.parametrize(
     "programs", ["node", pytest.param("java", marks=pytest.mark.long(part="consumer"))], indirect=True
 )
-def test_a_worker_whose_sessions_end_while_it_handles_a_message_goes_on(
-    programs: Programs, shop: psycopg.Connection[Any]
-) -> None:
+def test_a_worker_whose_sessions_end_while_it_handles_a_message_goes_on(programs: Programs, shop: Connection) -> None:
     orders = pgqueue.Queue(shop, "orders")
     orders.create_queue(visibility_timeout=timedelta(seconds=2))
     shop.execute("select pg_advisory_lock(1001)")
@@ -268,7 +261,7 @@ def test_a_worker_whose_sessions_end_while_it_handles_a_message_goes_on(
     "programs", ["node", pytest.param("java", marks=pytest.mark.long(part="consumer"))], indirect=True
 )
 def test_a_killed_worker_leaves_no_effect_and_one_that_is_stopped_ends_its_work(
-    programs: Programs, shop: psycopg.Connection[Any]
+    programs: Programs, shop: Connection
 ) -> None:
     orders = pgqueue.Queue(shop, "orders")
     orders.create_queue(visibility_timeout=timedelta(seconds=6))

@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from uuid import UUID
 
-import psycopg
 import pytest
+from clients import Connection
 
 import pgqueue
 from pgqueue import _calls
@@ -33,7 +33,7 @@ class Function(NamedTuple):
 
 
 @pytest.fixture
-def functions(connection: psycopg.Connection[Any]) -> list[Function]:
+def functions(connection: Connection) -> list[Function]:
     rows = connection.execute(
         """
         select p.proname, coalesce(array_remove(p.proargnames, 'caller'), '{}'), array(

@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-import psycopg
 import pytest
+from clients import Connection
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 from test_client_sync import sample
@@ -172,7 +172,7 @@ def test_the_error_of_a_driver_has_the_sqlstate(run: Run, name: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_server_accepts_the_statement_of_every_function_with_all_arguments(
-    style: Any, connection: psycopg.Connection[Any]
+    style: Any, connection: Connection
 ) -> None:
     functions = connection.execute(
         "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname not like '\\_%'"

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, Connection, wait_for
 from consumers import LONG, MODES, THREADS, Case, attempts, beside, extend_often, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
@@ -18,8 +18,6 @@ from pgqueue import AsyncConsumer, Consumer, _tasks
 from pgqueue._coroutines import done
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, execute_command, is_idle
 from pgqueue.consumer.timings import timings
-
-Connection = psycopg.Connection[Any]
 
 
 @pytest.mark.parametrize("setting", ["default_transaction_read_only", "in_hot_standby"])
@@ -125,7 +123,7 @@ async def test_a_connection_that_is_in_use_already_is_refused(on_loop: bool, dat
 async def test_a_connection_whose_preparation_fails_is_closed(database: str) -> None:
     made: list[Any] = []
 
-    class Broken(psycopg.Connection[Any]):
+    class Broken(Connection):
         def commit(self) -> None:
             raise psycopg.OperationalError("not now")
 

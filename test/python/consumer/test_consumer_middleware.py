@@ -8,9 +8,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import psycopg
 import pytest
-from clients import connect, wait_for
+from clients import Connection, connect, wait_for
 from consumers import CROSSED, MIXED, PLAIN, SECOND, TRANSACTIONAL, Case, Form, Step, driven, each_of, extend_often
 
 import pgqueue
@@ -249,7 +248,7 @@ def test_an_error_of_on_start_ends_the_run_and_on_stop_follows_every_other_error
 
 
 def test_on_start_of_a_consumer_runs_on_a_thread_without_an_event_loop_and_may_stop_it(
-    database: str, connection: psycopg.Connection[Any], name: str
+    database: str, connection: Connection, name: str
 ) -> None:
     pgqueue.Queue(connection, name).create_queue()
     loops: list[str] = []

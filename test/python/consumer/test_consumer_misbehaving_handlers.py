@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, wait_for
+from clients import PATIENCE, Connection, connect, wait_for
 from consumers import (
     CROSSED,
     FORMS,
@@ -34,8 +34,6 @@ from consumers import (
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
-
-Connection = psycopg.Connection[Any]
 
 
 async def coroutine(_: Any) -> None: ...

@@ -4,17 +4,14 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
-from clients import drop, is_empty, wait_for
+from clients import Connection, drop, is_empty, wait_for
 from consumers import CROSSED, LONG, MIXED, PLAIN, Case, Step, extend_often, prepare, together, until, waits
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
 from pgqueue.consumer.timings import timings
-
-Connection = psycopg.Connection[Any]
 
 
 def prepared(connection: Connection, name: str, **settings: Any) -> tuple[list[str], list[pgqueue.Queue]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, is_empty, wait_for
+from clients import PATIENCE, Connection, is_empty, wait_for
 from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Source, beside, cut, each_of, prepare
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
@@ -23,8 +23,6 @@ from pgqueue import AsyncConsumer, Consumer, _calls
 from pgqueue.consumer import claims
 from pgqueue.consumer.polling import Poller
 from pgqueue.consumer.timings import timings
-
-Connection = psycopg.Connection[Any]
 
 
 def made(kind: Any, *arguments: Any, **settings: Any) -> tuple[Any, Callable[[], None]]:

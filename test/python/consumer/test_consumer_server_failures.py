@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
+from clients import PATIENCE, Connection, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LONG,
@@ -43,7 +43,6 @@ from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.timings import timings
 from pgqueue.embedded import EmbeddedServer
 
-Connection = psycopg.Connection[Any]
 SYNC_LEASE, ASYNC_LEASE = Form(False, "transactional"), Form(True, "transactional")  # with a transaction
 SYNC_RECEIVE, ASYNC_RECEIVE = Form(False, "receive"), Form(True, "receive")
 

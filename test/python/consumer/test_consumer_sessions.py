@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
+from clients import PATIENCE, Connection, connect, is_empty, wait_for
 from consumers import (
     LONG,
     MIXED,
@@ -34,7 +34,6 @@ from psycopg.types.string import TextLoader
 
 import pgqueue
 
-Connection = psycopg.Connection[Any]
 SYNC_LEASE, ASYNC_LEASE = Form(False, "transactional"), Form(True, "transactional")  # with a transaction
 SYNC_RECEIVE, ASYNC_RECEIVE = Form(False, "receive"), Form(True, "receive")
 EURO = {"price": "€ 5", "größe": "消息"}
@@ -288,18 +287,8 @@ def test_a_process_that_a_handler_forks_settles_nothing(case: Case, how: str, st
     queue = case.prepare()
     queue.enqueue(1)
     kind = "async" if case.form.is_async else "sync"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore::DeprecationWarning",
-        "-c",
-        FORKING,
-        case.database,
-        case.name,
-        how,
-        case.form.mode,
-        kind,
-    ]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING]
+    command += [case.database, case.name, how, case.form.mode, kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout.splitlines()) == (0, [f"1 {status}", "1 0 closed"]), done.stderr
     assert ("ValueError: the child's" in done.stderr) == (how == "raises")

@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from consumers import LONG, prepare
 from psycopg.rows import scalar_row
 
@@ -25,7 +25,6 @@ from pgqueue.consumer.timings import timings
 from pgqueue.consumer.transactions import Transactions
 from pgqueue.consumer.workers import Workers
 
-Connection = psycopg.Connection[Any]
 TOKEN = uuid4()
 
 

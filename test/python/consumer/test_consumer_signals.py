@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGSTOP, SIGTERM, Signals
-from typing import Any
 
-import psycopg
 import pytest
-from clients import PATIENCE, is_empty, wait_for
+from clients import PATIENCE, Connection, is_empty, wait_for
 from consumers import SECOND, attempts, prepare
-
-Connection = psycopg.Connection[Any]
 
 # Handlers wait for the file "open". The consumer's records of a stop are printed, without its name. The last line shows
 # whether the handlers of signals are as they were before. Nothing ends by itself.

@@ -5,17 +5,14 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import psycopg
 import pytest
-from clients import PATIENCE, is_empty, wait_for
+from clients import PATIENCE, Connection, is_empty, wait_for
 from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Case, Step, each_of, prepare, together, until
 
 from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.timings import timings
 
-Connection = psycopg.Connection[Any]
 Hang = Callable[[Step], None]
 
 
@@ -164,26 +161,6 @@ def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_
             go_on.set()
         wait_for(lambda: not run.consumer.stats.abandoned)
     assert {dead.payload for dead in queue.browse_dead_messages()} == {"fails", "hangs"}
-
-
-@each_of(PAIR)
-def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(case: Case, hang: Hang) -> None:
-    case.prepare().enqueue_batch([1, 2])
-    go_on = threading.Event()
-
-    async def work(step: Step) -> None:
-        hang(step)
-        await ignore_cancellation(step, go_on)
-
-    with case.consuming(work, concurrency=1) as run:
-        try:
-            wait_for(lambda: not run.consumer._busy)
-        finally:
-            go_on.set()
-        wait_for(lambda: run.loop is None or not asyncio.all_tasks(run.loop))
-        with pytest.raises(RuntimeError, match="2 handlers exceeded the handler_timeout and did not end"):
-            run.stop()
-    assert run.consumer.stats.timed_out == 2
 
 
 @pytest.mark.parametrize("form", [PAIR[0]], ids=str)

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import Connection, connect, is_empty, wait_for
 from consumers import (
     CROSSED,
     MIXED,
@@ -33,8 +33,6 @@ from pgqueue import Queue
 from pgqueue.consumer import transactions
 from pgqueue.consumer.timings import timings
 from pgqueue.embedded import EmbeddedServer
-
-Connection = psycopg.Connection[Any]
 
 
 def test_the_circuit_is_armed_opens_and_closes_again(

@@ -9,14 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from clients import wait_for
 from consumers import CROSSED, LONG, MIXED, NOW, OTHER_PAIR, SECOND, THREADS, Case, Step, each_of, failing, together
 
 from pgqueue import Reject, Retries, Retry
-
-Connection = psycopg.Connection[Any]
 
 MILLISECOND = timedelta(milliseconds=1)
 OURS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, drop, wait_for
+from clients import PATIENCE, Connection, drop, wait_for
 from consumers import (
     CROSSED,
     LONG,
@@ -34,8 +34,6 @@ from consumers import (
 import pgqueue
 from pgqueue import Reject, Retry
 from pgqueue.telemetry import inject, instrument
-
-Connection = psycopg.Connection[Any]
 
 
 @together(PAIR)

@@ -7,9 +7,8 @@ from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any
 
-import psycopg
 import pytest
-from clients import CONTEXT, PATIENCE, is_empty, wait_for
+from clients import CONTEXT, PATIENCE, Connection, is_empty, wait_for
 from consumers import (
     CROSSED,
     FORMS,
@@ -31,8 +30,6 @@ from psycopg.types.json import Jsonb
 
 from pgqueue import Handled, Queue, Retry
 from pgqueue.consumer.timings import timings
-
-Connection = psycopg.Connection[Any]
 
 STRANGE = {"größe": "übergroß", "队列": "消息 \u3000", "📬": "👩‍👩‍👧 \U0001f600", "‮rtl": "\u202d", "e\u0301": "\xe9"}
 
@@ -61,15 +58,6 @@ def test_a_message_is_handled_once_with_the_content_that_was_sent(case: Case) ->
     }
     stats = run.consumer.stats
     assert (stats.received, stats.succeeded, stats.failed, stats.lost, stats.running) == (6, 6, 0, 0, 0)
-
-
-def test_changing_headers_after_the_call_does_not_change_the_message(queue: Any) -> None:
-    headers, payload = {"a": 1}, [1]
-    queue.enqueue(payload, headers=headers)
-    headers.clear()
-    payload.clear()
-    [message] = queue.claim()
-    assert (message.headers, message.payload) == ({"a": 1}, [1])
 
 
 @together(MIXED)

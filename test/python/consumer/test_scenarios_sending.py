@@ -8,24 +8,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
-from consumers import (
-    CROSSED,
-    LONG,
-    MIXED,
-    NOW,
-    OTHER_PAIR,
-    PAIR,
-    SECOND,
-    Case,
-    Form,
-    Step,
-    each_of,
-    prepare,
-    rows,
-    together,
-    waits,
-)
+from clients import Connection, connect, is_empty, wait_for
+from consumers import CROSSED, LONG, MIXED, OTHER_PAIR, PAIR, Case, Form, Step, each_of, prepare, rows, together, waits
 from psycopg.rows import dict_row
 
 import pgqueue
@@ -33,8 +17,6 @@ from pgqueue import Queue
 from pgqueue.consumer import polling
 from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.timings import timings
-
-Connection = psycopg.Connection[Any]
 
 MILLISECOND = timedelta(milliseconds=1)
 
@@ -125,7 +107,7 @@ def test_connections_come_from_the_function_that_the_user_passes(case: Case) -> 
     made: list[Any] = []
     backends = "select from pg_stat_activity where application_name = %s"
 
-    class Mine(psycopg.Connection[Any]):
+    class Mine(Connection):
         pass
 
     class AsyncMine(psycopg.AsyncConnection[Any]):
@@ -260,26 +242,6 @@ def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied:
         full = rows(connection, "select count(*) from peeks where answer > 0")[0][0]
         assert full >= 3, "one batch took more than its peek had promised"
     assert sorted(run.returned) == list(range(9))
-
-
-@pytest.mark.parametrize("batch_size", [9, 10, 11])
-def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
-    database: str, connection: Connection, name: str, batch_size: int
-) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue_batch(["expired"] * 5, expires_in=NOW)
-    queue.enqueue_batch(["living"] * 3, expires_in=SECOND * 3600)
-    queue.enqueue_batch(["expired"] * 5, expires_in=NOW)
-    queue.enqueue("living")
-    with psycopg.connect(database) as holder:
-        statement = "select id from pgqueue.messages where queue_name = %s order by id limit 1 for update"
-        assert holder.execute(statement, (name,)).fetchone()
-        connection.execute("set statement_timeout = '120 s'")
-        assert queue.purge_expired(batch_size) == 9
-        assert queue.purge_expired(batch_size) == 0
-    assert queue.purge_expired() == 1
-    assert [message.payload for message in queue.browse()] == ["living"] * 4
-    assert queue.purge_expired() == 0
 
 
 @pytest.mark.parametrize(

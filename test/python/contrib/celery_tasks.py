@@ -14,7 +14,6 @@ import pgqueue.contrib.celery as pgqueue_celery
 assert pgqueue_celery  # its import makes the scheme known
 
 settings = ast.literal_eval(os.environ.get("SETTINGS", "{}"))
-is_later = settings.pop("is_later", False)  # a later version of the app has one task more
 app = Celery("shop", broker=os.environ.get("BROKER_URL"), backend=settings.pop("result_backend", "rpc://"))
 app.conf.update(broker_connection_retry_on_startup=True, **settings)
 
@@ -52,15 +51,3 @@ def requeued(self: Any) -> bool:
     if not self.request.delivery_info["redelivered"]:
         raise Reject("not yet", requeue=True)
     return True
-
-
-@app.task(acks_late=True)  # type: ignore[untyped-decorator]
-def rejected() -> None:
-    raise Reject("never")
-
-
-if is_later:
-
-    @app.task  # type: ignore[untyped-decorator]
-    def added_later(number: int) -> None:
-        write("later", number)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, Connection, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
@@ -40,7 +40,7 @@ class Shop:
     dsns: dict[str, str]
     router: Router
 
-    def connect(self, alias: str = "default") -> psycopg.Connection[Any]:
+    def connect(self, alias: str = "default") -> Connection:
         return psycopg.connect(self.dsns[alias], autocommit=True)
 
     def environment(self) -> dict[str, str]:

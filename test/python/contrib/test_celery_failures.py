@@ -93,31 +93,6 @@ def test_tasks_survive_restarts_of_the_server(own: EmbeddedServer, name: str, tm
         assert runs[long.id] == 1
 
 
-def test_two_versions_of_an_app_share_a_queue(
-    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
-) -> None:
-    """A task that only the later version knows is a dead letter of the earlier one, and runs after a redrive."""
-    queue = pgqueue.Queue(connection, name)
-    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True}
-
-    def send(number: int) -> None:
-        app.send_task("celery_tasks.added_later", (number,), ignore_result=True)
-
-    with worker(database, tmp_path, "-c", "1", **settings):
-        send(0)
-        [dead] = wait_for(queue.browse_dead_messages)
-        assert dead.reason == "rejected"
-        with worker(database, tmp_path, "-c", "1", is_later=True, **settings) as later:
-            sums = []
-            for number in range(1, 10):
-                send(number)
-                sums.append(app.send_task("celery_tasks.add", (number, 1)))
-            assert [each.get(timeout=PATIENCE) for each in sums] == list(range(2, 11))
-            # A redrive reaches either worker.
-            wait_for(lambda: queue.redrive() == 0 and len(later.lines()) == 10)
-            assert sorted(later.lines()) == [f"later {number}" for number in range(10)]
-
-
 def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("flower")
     port = free_port()

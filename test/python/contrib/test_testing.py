@@ -71,18 +71,8 @@ def test_drain_runs_the_consumer_until_nothing_is_left(
     consumer = pgqueue.Consumer(pgqueue_dsn, orders.name, handle, also=[mails.name])
     stats = drain(consumer)
     assert (stats.succeeded, stats.failed, stats.dead) == (5, 5, 1)
-    assert sorted(handled) == [
-        ("fails", 1),
-        ("fails", 2),
-        ("fails", 3),
-        ("fails once", 1),
-        ("fails once", 2),
-        ("mail", 1),
-        ("retries", 1),
-        ("retries", 2),
-        ("ships", 1),
-        ("waits", 1),
-    ]
+    attempts = {"fails": 3, "fails once": 2, "mail": 1, "retries": 2, "ships": 1, "waits": 1}
+    assert sorted(handled) == [(what, number) for what in attempts for number in range(1, attempts[what] + 1)]
     assert [dead.payload for dead in orders.browse_dead_messages()] == ["fails"]
     orders.enqueue("ships")
     assert drain(consumer).succeeded == 2  # of this call

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from clients import Connection
 from psycopg.conninfo import make_conninfo
 from served import SERVICE, DirectQueue, Server, code_of, configuration, in_process, locked, new_name
 
@@ -16,7 +17,7 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
-def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
+def queue(web: Server, sql: Connection) -> DirectQueue:
     """A queue that was created by SQL: the direct routes need no registry."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
@@ -94,7 +95,7 @@ def test_claims_of_different_tokens_are_settled_together(queue: DirectQueue) -> 
     settle("ack_claims", ids[0])
 
 
-def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: Connection) -> None:
     bodies = [base64.b64encode(b"x" * size).decode() for size in (262_144, 262_145)]
     for field, fits, exceeds in (
         ("payload", {"payload": "x" * 262_142}, {"payload": "x" * 262_143}),
@@ -113,7 +114,7 @@ def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Conn
         assert answer.json()["error"]["field"] == f"messages[1].{next(iter(large))}"
 
 
-def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql: Connection) -> None:
     """One message is sent by another statement than a batch, and so is a batch of plain messages."""
     body = base64.b64encode(b"\x00\xff").decode()
     full = {"body": body, "expires_in_seconds": 60, "message_id": TOKEN, "headers": {"event": "created"}}
@@ -160,7 +161,7 @@ def test_a_message_with_a_key_is_sent_once(queue: DirectQueue) -> None:
     ids=range(3),
 )
 def test_a_message_has_a_group_or_a_priority(
-    web: Server, sql: psycopg.Connection[Any], setting: str, argument: dict[str, Any], headers: dict[str, Any]
+    web: Server, sql: Connection, setting: str, argument: dict[str, Any], headers: dict[str, Any]
 ) -> None:
     queue = DirectQueue(web, new_name())
     sql.execute(f"select pgqueue.create_queue(%s, {setting})".encode(), (queue.name,))
@@ -210,9 +211,7 @@ def test_any_json_passes_unchanged(queue: DirectQueue) -> None:
     assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
 
 
-def test_timestamps_beyond_python_become_the_first_or_the_last(
-    queue: DirectQueue, sql: psycopg.Connection[Any]
-) -> None:
+def test_timestamps_beyond_python_become_the_first_or_the_last(queue: DirectQueue, sql: Connection) -> None:
     sql.execute(
         "insert into pgqueue.messages (queue_name, payload, max_attempts, enqueued_at, expires_at)"
         " values (%(name)s, '1', 1, '-infinity', 'infinity'), (%(name)s, '2', 1, '0044-03-15 BC', '20000-01-01')",
@@ -255,9 +254,7 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
             connection.execute(f'drop database "{made}" with (force)')
 
 
-def test_dead_letters_are_sent_to_another_queue_by_its_admins(
-    queue: DirectQueue, web: Server, sql: psycopg.Connection[Any]
-) -> None:
+def test_dead_letters_are_sent_to_another_queue_by_its_admins(queue: DirectQueue, web: Server, sql: Connection) -> None:
     (sent,) = queue.send(1)
     sql.execute("select pgqueue.reject(%s, id, claim_token) from pgqueue.claim(%s)", [queue.name, queue.name])
     answer = queue.post("redrive", {"to_queue": "nowhere"})
@@ -324,7 +321,7 @@ def test_a_key_cannot_be_reused_for_another_request(queue: DirectQueue) -> None:
     assert queue.post("claim", {}, "x" * 255).status_code == 200
 
 
-def test_a_failed_request_is_not_stored_under_its_key(web: Server, sql: psycopg.Connection[Any]) -> None:
+def test_a_failed_request_is_not_stored_under_its_key(web: Server, sql: Connection) -> None:
     name, key, body = new_name(), new_name(), {"messages": [{"payload": 1}]}
     assert DirectQueue(web, name).post("enqueue", body, key).status_code == 404
     sql.execute("select pgqueue.create_queue(%s)", [name])

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from consumers import waits
 from served import ADMIN, SERVICE, DirectQueue, Server, code_of, in_process, locked, new_name, waiters
 
@@ -24,14 +23,14 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
-def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
+def queue(web: Server, sql: Connection) -> DirectQueue:
     """A queue that was created by SQL: the direct routes need no registry."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     return DirectQueue(web, name)
 
 
-def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: psycopg.Connection[Any]) -> None:
+def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: Connection) -> None:
     urgent, normal = (DirectQueue(web, new_name()) for _ in range(2))
     for each in urgent, normal:
         sql.execute("select pgqueue.create_queue(%s)", [each.name])
@@ -113,7 +112,7 @@ def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest
         yield Patient(DirectQueue(application, queue.name), looked)
 
 
-def test_a_long_poll_is_woken_by_a_notification(patient: Patient, sql: psycopg.Connection[Any]) -> None:
+def test_a_long_poll_is_woken_by_a_notification(patient: Patient, sql: Connection) -> None:
     """Also that of several queues, by a message in each of them."""
     name, other = patient.queue.name, new_name()
     sql.execute("select pgqueue.create_queue(%s)", [other])
@@ -153,7 +152,7 @@ def test_a_long_poll_ends_before_the_time_limit_of_its_request(web: Server, queu
         hasty.until(lambda: DirectQueue(hasty, queue.name).post("claim", {"wait_seconds": 20}).status_code == 200)
 
 
-def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: Connection) -> None:
     with ThreadPoolExecutor(30) as threads:
         waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
         queue.web.until(lambda: waits(sql, queue.name))
@@ -172,9 +171,7 @@ def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
     assert len(queue.claim(wait_seconds=20)) == 1
 
 
-def test_a_long_poll_continues_when_the_listening_connection_is_lost(
-    patient: Patient, sql: psycopg.Connection[Any]
-) -> None:
+def test_a_long_poll_continues_when_the_listening_connection_is_lost(patient: Patient, sql: Connection) -> None:
     with patient.claiming(f"/v1/queues/{patient.queue.name}/claim") as claimed:
         listening = "datname = current_database() and query ~ '^(un)?listen '"
         ended = sql.execute(f"select pg_terminate_backend(pid, 5000) from pg_stat_activity where {listening}".encode())
@@ -200,7 +197,7 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
 
 @pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
 def test_messages_claimed_for_a_disconnected_client_are_released(
-    queue: DirectQueue, sql: psycopg.Connection[Any], wait_seconds: int, path: str | None
+    queue: DirectQueue, sql: Connection, wait_seconds: int, path: str | None
 ) -> None:
     """The client disconnects while a lock delays its claim; the messages already exist."""
     sql.execute("select pgqueue.create_queue(%s)", [empty := f"{queue.name}-empty"])

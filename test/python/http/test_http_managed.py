@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
-from clients import drop
+from clients import Connection, drop
 from served import ADMIN, SERVICE, Server, configuration, in_process, new_name
 
 
@@ -143,9 +143,7 @@ def test_the_examples_of_the_specification_run_as_printed(web: Server) -> None:
     web.until(lambda: web.status("order-events") is None)
 
 
-def test_settings_reach_the_queue_and_defaults_are_those_of_the_specification(
-    web: Server, sql: psycopg.Connection[Any]
-) -> None:
+def test_settings_reach_the_queue_and_defaults_are_those_of_the_specification(web: Server, sql: Connection) -> None:
     given: dict[str, Any] = {"visibility_timeout_seconds": 61, "max_attempts": 7, "dlq_enabled": False}
     for settings, values in (({}, (30, 5, True)), (given, (61, 7, False))):
         name = new_name()

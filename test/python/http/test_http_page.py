@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psycopg
 from browsers import OTHER_HOST, expect
-from clients import PATIENCE
+from clients import PATIENCE, Connection
 from pages import (
     DONE,
     HOSTILE,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def test_the_page_shows_queues_with_figures_and_sparklines(
-    page: "Page", web: Server, name: str, sql: psycopg.Connection[Any]
+    page: "Page", web: Server, name: str, sql: Connection
 ) -> None:
     busy, idle = f"{name}-busy", f"{name}-idle"
     dead_letters(sql, busy, "declined")
@@ -55,7 +55,7 @@ def test_the_page_shows_queues_with_figures_and_sparklines(
         expect(row(page, busy).get_by_label(re.compile(drawn)).locator("path")).to_have_count(1)
 
 
-def test_queues_are_found_and_sorted_where_there_are_many(web: Server, name: str, sql: psycopg.Connection[Any]) -> None:
+def test_queues_are_found_and_sorted_where_there_are_many(web: Server, name: str, sql: Connection) -> None:
     def queues(page: httpx.Response) -> list[str]:
         """Those of a page, and of the table with which its script replaces them."""
         (live,) = re.findall(r'data-live="([^"]*)"', page.text)
@@ -116,7 +116,7 @@ def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: "Browser", web: 
 
 
 def test_a_producer_sends_by_the_page_without_seeing_messages(
-    web: Server, queue: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, queue: str, at: dict[str, str], sql: Connection
 ) -> None:
     table = web.get("/", params={"find": queue}, auth=("sender", ADMIN[1]))
     assert f'data-queue="{queue}"' in table.text
@@ -133,7 +133,7 @@ def test_a_producer_sends_by_the_page_without_seeing_messages(
 
 
 def test_a_dead_letter_is_shown_with_error_headers_and_history(
-    page: "Page", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    page: "Page", web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     def fail(_delivery: pgqueue.Delivery) -> None:
         raise ValueError(f"card declined {HOSTILE}")
@@ -158,7 +158,7 @@ def test_a_dead_letter_is_shown_with_error_headers_and_history(
     expect(page).to_have_title(f"{name} – pgqueue")  # no script in a message was run
 
 
-def test_the_page_works_by_keyboard(page: "Page", queue: str, sql: psycopg.Connection[Any]) -> None:
+def test_the_page_works_by_keyboard(page: "Page", queue: str, sql: Connection) -> None:
     def focused() -> str:
         return str(
             page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.innerText")
@@ -197,7 +197,7 @@ def test_the_page_works_by_keyboard(page: "Page", queue: str, sql: psycopg.Conne
 
 
 def test_the_page_fits_narrow_windows_with_enough_contrast(
-    page: "Page", web: Server, queue: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    page: "Page", web: Server, queue: str, at: dict[str, str], sql: Connection
 ) -> None:
     long = "a-name-as-long-as-it-may-be-" + "x" * 80 + queue
     sql.execute("select pgqueue.create_queue(%s)", [long])
@@ -262,7 +262,7 @@ def test_the_page_says_when_the_server_does_not_answer(window: Window) -> None:
 
 
 def test_a_form_of_another_site_is_refused(
-    window: Window, web: Server, queue: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    window: Window, web: Server, queue: str, at: dict[str, str], sql: Connection
 ) -> None:
     """A browser sends the request without the session, and shows no page of the server in a frame."""
     page = window.page.context.new_page()
@@ -344,7 +344,7 @@ def test_the_page_works_behind_a_path_prefix(web: Server, queue: str) -> None:
         assert web.http.send(answer.next_request, auth=ADMIN).status_code == 200
 
 
-def test_a_form_without_valid_ids_deletes_nothing(web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
+def test_a_form_without_valid_ids_deletes_nothing(web: Server, queue: str, sql: Connection) -> None:
     place = web.place(queue)
     forms: list[dict[str, Any]] = [
         {"content": b""},
@@ -364,7 +364,7 @@ def test_a_form_without_valid_ids_deletes_nothing(web: Server, queue: str, sql: 
 
 
 def test_of_many_recorded_failures_the_last_ones_are_shown(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     """A producer can send thousands with each message, and the page shows twenty messages."""
     sql.execute("select pgqueue.create_queue(%s)", [name])
@@ -376,7 +376,7 @@ def test_of_many_recorded_failures_the_last_ones_are_shown(
     assert shown.count("<b>Attempt 2999</b>") == shown.count("<b>Attempt 2980</b>") == 20
 
 
-def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
+def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     for headers in (
         '{"pgqueue.failures": [{"attempt": {}, "failed_at": [], "exception_type": null}, 1], "a": 1}',
@@ -393,9 +393,7 @@ def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], 
     assert (answer.status_code, answer.text.count('class="letter"')) == (200, 6)
 
 
-def test_messages_of_every_state_are_shown(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
-) -> None:
+def test_messages_of_every_state_are_shown(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s, archive_for => '1 day')", [name])
     for number in (1, 2, 3):
         sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('number', %s::int))", [name, number])
@@ -420,7 +418,7 @@ def test_messages_of_every_state_are_shown(
 
 
 def test_messages_are_searched_by_id_payload_and_error(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     ids = dead_letters(sql, name, "Timeout: no answer", "Declined: 100% <b>", "Timeout: host down")
     searches: list[tuple[dict[str, str], list[int]]] = [
@@ -441,7 +439,7 @@ def test_messages_are_searched_by_id_payload_and_error(
 
 
 def test_a_long_payload_is_cut_in_the_list_and_a_body_that_is_text_is_shown_as_text(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     xml = '<?xml version="1.0"?>\n<Order>\n  <Name>Zoë 👩\u200d👧</Name>\n</Order>'
@@ -474,7 +472,7 @@ def test_an_invalid_json_path_is_explained(web: Server, filled: dict[str, str]) 
 
 
 def test_a_search_looks_at_a_limited_number_of_messages_at_a_time(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from browsers import expect
+from clients import Connection
 from pages import (
     ALERT,
     DONE,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def test_errors_are_grouped_and_a_group_is_redriven(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     declined = [f"CardDeclined: order {number} was declined\nat line {number % 7}" for number in range(1001, 1024)]
     dead_letters(sql, name, *declined, "HTTP 503 from the warehouse", "HTTP 404 from the warehouse", "")
@@ -57,7 +58,7 @@ def test_errors_are_grouped_and_a_group_is_redriven(
 
 
 def test_the_page_works_without_scripts(
-    browser: "Browser", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    browser: "Browser", web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     ids = dead_letters(sql, name, "one", "two", "three")
     web.look(web.site.databases[0], name)
@@ -83,7 +84,7 @@ def test_the_page_works_without_scripts(
 
 
 def test_selected_ready_and_scheduled_messages_are_deleted(
-    page: "Page", name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    page: "Page", name: str, at: dict[str, str], sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
@@ -108,7 +109,7 @@ def test_selected_ready_and_scheduled_messages_are_deleted(
 
 
 def test_a_dead_letter_is_edited_and_retried(
-    page: "Page", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    page: "Page", web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     (dead,) = dead_letters(sql, name, "ValueError: unknown SKU")
     page.goto(url("/queue/message", at | {"state": "dead", "id": str(dead)}))
@@ -129,7 +130,7 @@ def test_a_dead_letter_is_edited_and_retried(
     assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(1, 0)]
 
 
-def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
+def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     form = follow(web, web.get("/queue", params=at), "Send a message")
     payload = '{"order_id": 1001, "total": 12345678901234567890.10}'
@@ -144,7 +145,7 @@ def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: psyc
 
 
 def test_a_message_is_sent_with_a_key_and_a_priority_or_a_group(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     """The form has the fields that the settings of the queue allow."""
     for setting, field, other, value, headers in (
@@ -186,7 +187,7 @@ def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, fille
         assert "<script>" not in answer.text.partition("<main")[2]
 
 
-def test_a_queue_is_created_and_its_settings_are_changed(web: Server, name: str, sql: psycopg.Connection[Any]) -> None:
+def test_a_queue_is_created_and_its_settings_are_changed(web: Server, name: str, sql: Connection) -> None:
     settings = "select max_attempts, visibility_timeout::text, archive_for::text, dlq_enabled, dedicated, rate_limit"
     got = f"{settings} from pgqueue.get_queue(%s)"
     given = {"name": name, "max_attempts": "7", "archive_for": "30", "rate_limit": "5"}
@@ -222,7 +223,7 @@ def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, s
 
 
 def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     dead_letters(sql, name, "one", "two")
     sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
@@ -249,7 +250,7 @@ def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
 
 
 def test_a_queue_in_use_is_not_dropped_and_the_page_says_why(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     with psycopg.connect(web.site.target) as other:
@@ -280,9 +281,7 @@ def test_a_managed_queue_that_is_dropped_on_its_page_is_deleted(web: Server, at:
     web.until(lambda: web.status(name) is None)
 
 
-def test_findings_of_doctor_are_shown_with_their_remedies(
-    web: Server, queue: str, sql: psycopg.Connection[Any]
-) -> None:
+def test_findings_of_doctor_are_shown_with_their_remedies(web: Server, queue: str, sql: Connection) -> None:
     sql.execute("select pgqueue.pause_queue(%s)", [queue])
     health = follow(web, web.get("/"), "Health")
     findings = re.findall(r'<article class="finding.*?</article>', health.text, re.DOTALL)
@@ -293,7 +292,7 @@ def test_findings_of_doctor_are_shown_with_their_remedies(
 
 
 def test_schedules_are_run_and_paused_and_topics_are_subscribed(
-    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+    web: Server, name: str, at: dict[str, str], sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.create_schedule(%s, %s, '0 3 * * *', '{\"total\": 1.10}')", [f"{name}-nightly", name])
@@ -322,7 +321,7 @@ def test_schedules_are_run_and_paused_and_topics_are_subscribed(
         assert web.http.post(url(f"/queue/{action}", at | {"name": f"{name}-other"}), data=form).status_code == 404
 
 
-def test_charts_show_the_last_samples(web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
+def test_charts_show_the_last_samples(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
     dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
     web.look(web.site.databases[0], name)
     web.look(web.site.databases[0], name)

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
+from clients import Connection
 from served import DirectQueue, Server, failure, in_process, new_name
 
 
 @pytest.fixture
-def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
+def queue(web: Server, sql: Connection) -> DirectQueue:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, priorities => true)", [name])
     return DirectQueue(web, name)
@@ -50,7 +50,7 @@ def test_a_message_that_waits_is_rescheduled(queue: DirectQueue) -> None:
     assert queue.post("reschedule", {"id": sent, "due_at": "9999-01-01T00:00:00Z"}).status_code == 422
 
 
-def test_a_schedule_is_created_altered_run_and_dropped(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_schedule_is_created_altered_run_and_dropped(queue: DirectQueue, sql: Connection) -> None:
     name = f"{queue.name} nightly"
     settings = {"cron": "0 3 * * *", "payload": {"n": 1}, "headers": {"event": "tick"}, "time_zone": "Europe/Paris"}
     created = queue.post("create_schedule", {"name": name, **settings, "priority": 7})
@@ -95,7 +95,7 @@ def test_the_group_of_a_schedule_becomes_a_header_and_no_number_is_rounded(queue
     assert listed.json()["schedules"][0]["headers"] == {"pgqueue.group": "backup"}
 
 
-def test_a_schedule_of_another_queue_is_not_found(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_schedule_of_another_queue_is_not_found(queue: DirectQueue, sql: Connection) -> None:
     other = DirectQueue(queue.web, new_name())
     sql.execute("select pgqueue.create_queue(%s)", [other.name])
     name = f"{other.name} nightly"
@@ -138,7 +138,7 @@ def test_contents_over_a_limit_are_refused(queue: DirectQueue) -> None:
 
 
 def test_a_schedule_whose_tick_a_transaction_has_taken_is_a_conflict(
-    web: Server, queue: DirectQueue, sql: psycopg.Connection[Any], tmp_path: Path
+    web: Server, queue: DirectQueue, sql: Connection, tmp_path: Path
 ) -> None:
     assert queue.post("create_schedule", {"name": queue.name, "cron": "@daily"}).is_success
     with in_process(web.site.configuration(tmp_path, limits={"database_seconds": 2})) as impatient, sql.transaction():
@@ -148,7 +148,7 @@ def test_a_schedule_whose_tick_a_transaction_has_taken_is_a_conflict(
     assert queue.post("drop_schedule", {"name": queue.name}).json() == {"dropped": True}
 
 
-def test_a_list_over_its_limit_is_refused(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_list_over_its_limit_is_refused(queue: DirectQueue, sql: Connection) -> None:
     sql.execute(
         "select pgqueue.create_schedule(%s || n, %s, '@daily', to_jsonb(repeat('x', 262142)))"
         " from generate_series(1, 32) as n",

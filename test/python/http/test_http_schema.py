@@ -102,21 +102,6 @@ def test_bodies_have_the_fields_of_the_examples(document: dict[str, Any], struct
     assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
 
 
-def test_the_documents_call_only_routes_of_the_schema(document: dict[str, Any]) -> None:
-    routes = [re.sub(r"\{\w+\}", r"[^/]+", path) for path in document["paths"]]
-    seen = set()
-    for chapter in sorted([ROOT / "README.md", *(ROOT / "python").rglob("*.md")]):
-        for block in re.findall(r"^```\w*\n(.*?)^```$", chapter.read_text(), re.MULTILINE | re.DOTALL):
-            variables = dict(re.findall(r"^(\w+)=(http\S+)$", block, re.MULTILINE))
-            code = re.sub(r"^\w+=http\S+$", "", block, flags=re.MULTILINE)
-            for name, value in variables.items():
-                code = code.replace(f"${name}", value)
-            for path in re.findall(r"/(?:v1|managed-services)/[\w{}/-]+", code):
-                assert any(re.fullmatch(route, path) for route in routes), (chapter, path)
-                seen.add(path)
-    assert {"/v1/queues/orders/enqueue", "/managed-services/local/queues/order-events"} <= seen
-
-
 def all_names(value: Any) -> set[str]:
     if isinstance(value, list):
         return set().union(*map(all_names, value))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 import pytest_asyncio
-from clients import PATIENCE, wait_for
+from clients import PATIENCE, Connection, wait_for
 from served import Server, Site, in_process, new_name
 
 import pgqueue
@@ -93,13 +93,13 @@ def dsn(empty_database: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def sql(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+def sql(dsn: str) -> Iterator[Connection]:
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield connection
 
 
 @pytest_asyncio.fixture
-async def connect(dsn: str, sql: psycopg.Connection[Any]) -> AsyncIterator[Callable[..., Databases]]:
+async def connect(dsn: str, sql: Connection) -> AsyncIterator[Callable[..., Databases]]:
     """Makes the connections of a server whose service `one` has the database."""
     opened = []
 
@@ -113,7 +113,7 @@ async def connect(dsn: str, sql: psycopg.Connection[Any]) -> AsyncIterator[Calla
         await each.close()
 
 
-async def test_a_role_without_rights_on_tables_samples_totals(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+async def test_a_role_without_rights_on_tables_samples_totals(connect: Connect, sql: Connection) -> None:
     name, role = new_name(), f"role_{new_name()[2:]}"
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -132,7 +132,7 @@ async def test_a_role_without_rights_on_tables_samples_totals(connect: Connect, 
 
 
 async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
-    connect: Connect, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, sql: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, entered, released = new_name(), asyncio.Event(), asyncio.Event()
     made = connect()
@@ -154,7 +154,7 @@ async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
 
 
 async def test_an_idle_connection_is_returned_without_a_turn_of_the_event_loop(
-    connect: Connect, sql: psycopg.Connection[Any]
+    connect: Connect, sql: Connection
 ) -> None:
     """While many requests run, a turn takes long."""
     made, turns = connect(), list[int]()
@@ -166,9 +166,7 @@ async def test_an_idle_connection_is_returned_without_a_turn_of_the_event_loop(
     assert turns == []
 
 
-async def test_a_connection_is_returned_although_its_request_is_cancelled(
-    connect: Connect, sql: psycopg.Connection[Any]
-) -> None:
+async def test_a_connection_is_returned_although_its_request_is_cancelled(connect: Connect, sql: Connection) -> None:
     """Here the pool waits for its lock meanwhile."""
     made, locked = connect(connections=1), asyncio.Event()
 
@@ -190,7 +188,7 @@ async def test_a_connection_is_returned_although_its_request_is_cancelled(
             assert not leased.closed
 
 
-async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sql: Connection) -> None:
     made = connect()
     body = b'"%s"' % (b"x" * LARGE_BYTES)
     before = sys.getrefcount(body)
@@ -204,7 +202,7 @@ async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sq
         gc.enable()
 
 
-async def test_a_connection_that_keeps_memory_is_closed(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+async def test_a_connection_that_keeps_memory_is_closed(connect: Connect, sql: Connection) -> None:
     """libpq and the cursor would keep the memory of a large statement or answer, also if the statement fails."""
     made, large = connect(), as_json(b'"%s"' % (b"x" * LARGE_BYTES))
 
@@ -222,7 +220,7 @@ async def test_a_connection_that_keeps_memory_is_closed(connect: Connect, sql: p
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
-    connect: Connect, sql: psycopg.Connection[Any]
+    connect: Connect, sql: Connection
 ) -> None:
     name = new_name()
     made = connect()
@@ -258,7 +256,7 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
 
 
 async def test_a_listener_unlistens_channels_without_waiters(
-    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    dsn: str, sql: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues come and go, while a request always waits on one of them."""
     monkeypatch.setattr(_listener, "_LINGER_SECONDS", 0.01)
@@ -288,7 +286,7 @@ async def test_a_listener_unlistens_channels_without_waiters(
 
 @pytest.mark.parametrize("kind", [{}, {"is_slow": True}], ids=["any", "slow"])
 async def test_a_user_leaves_connections_to_other_users(
-    connect: Connect, sql: psycopg.Connection[Any], kind: dict[str, bool]
+    connect: Connect, sql: Connection, kind: dict[str, bool]
 ) -> None:
     made = connect(connections=10 if kind else 5)
     held, released, users = asyncio.Semaphore(0), asyncio.Event(), list[str]()
@@ -313,7 +311,7 @@ async def test_a_user_leaves_connections_to_other_users(
         assert not any(each.exception() for each in requests if not each.cancelled())
 
 
-async def test_users_take_turns_at_large_requests(connect: Connect, sql: psycopg.Connection[Any]) -> None:
+async def test_users_take_turns_at_large_requests(connect: Connect, sql: Connection) -> None:
     made, order, begun, released = connect(), list[str](), asyncio.Event(), asyncio.Event()
 
     async def use(user: str) -> None:
@@ -333,7 +331,7 @@ async def test_users_take_turns_at_large_requests(connect: Connect, sql: psycopg
 
 @pytest.mark.parametrize("kind", [{"is_large": True}, {"is_slow": True}], ids=["large", "slow"])
 async def test_requests_that_are_large_or_slow_leave_connections_to_others(
-    connect: Connect, sql: psycopg.Connection[Any], kind: dict[str, bool]
+    connect: Connect, sql: Connection, kind: dict[str, bool]
 ) -> None:
     """One large request runs at a time, and slow ones, such as searches of all users, have half of the connections."""
     made = connect(connections=3)
@@ -358,7 +356,7 @@ async def test_requests_that_are_large_or_slow_leave_connections_to_others(
 
 
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
-    connect: Connect, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    connect: Connect, sql: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     now, given_at = 0.0, 5.0

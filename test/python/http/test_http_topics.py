@@ -4,15 +4,15 @@ from datetime import datetime
 from typing import Any
 
 import httpx
-import psycopg
 import pytest
+from clients import Connection
 from served import ADMIN, SERVICE, Server, failure, new_name
 
 PUBLISH = "/v1/queues/publish"
 
 
 @pytest.fixture
-def queues(sql: psycopg.Connection[Any]) -> tuple[str, str]:
+def queues(sql: Connection) -> tuple[str, str]:
     names = new_name(), new_name()
     for name in names:
         sql.execute("select pgqueue.create_queue(%s)", [name])
@@ -66,7 +66,7 @@ def test_a_published_message_reaches_each_subscribed_queue_once(
 
 
 def test_a_message_is_published_with_the_arguments_of_sql(
-    web: Server, queues: tuple[str, str], sql: psycopg.Connection[Any]
+    web: Server, queues: tuple[str, str], sql: Connection
 ) -> None:
     base, name = new_name(), queues[0]
     web.post(f"/v1/queues/{name}/subscribe", {"topic": base})
@@ -114,7 +114,7 @@ def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
 
 
 def test_a_message_over_a_limit_reaches_no_queue(
-    web: Server, queues: tuple[str, str], topic: str, sql: psycopg.Connection[Any]
+    web: Server, queues: tuple[str, str], topic: str, sql: Connection
 ) -> None:
     for name, value in (("payload", "x" * 262_143), ("headers", {"a": "x" * 65_536}), ("body", "AAAA" * 87_382)):
         answer = web.post(PUBLISH, ({"topic": topic} | ({} if name == "body" else {"payload": 1})) | {name: value})
