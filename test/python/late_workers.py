@@ -16,7 +16,7 @@ def is_late(error: PySparkException) -> bool:
 
 
 def completed(start: Callable[[], Any]) -> Any:
-    """Start a query and wait for its end; start it up to eleven times more if its Python was late. Returns it."""
+    """Start a query and wait for its end; start it again for twenty minutes if its Python was late. Returns it."""
     return _started(start, lambda query: query.awaitTermination())
 
 
@@ -26,14 +26,13 @@ def running(start: Callable[[], Any]) -> Any:
 
 
 def _started(start: Callable[[], Any], wait: Callable[[Any], None]) -> Any:
-    tries = 12
+    until = time.monotonic() + 1200
     while True:
-        tries -= 1
         try:
             query = start()  # through Spark Connect, the process of foreachBatch starts here
             wait(query)
         except PySparkException as error:
-            if not tries or not is_late(error):
+            if time.monotonic() > until or not is_late(error):
                 raise
         else:
             return query

@@ -16,8 +16,8 @@ from conftest import Client
 import pgqueue
 
 # test_documents.py compares the names of the classes with the reference.
-CODES = {str(kind.sqlstate): kind for kind in pgqueue.Error.__subclasses__() if str(kind.sqlstate).startswith("PQ")}
-CODES |= {"22023": pgqueue.InvalidArgument}
+KINDS: list[Any] = [pgqueue.InvalidArgument, *pgqueue.Error.__subclasses__()]
+CODES = {kind.sqlstate: kind for kind in KINDS if kind.sqlstate.startswith(("PQ", "22023"))}
 
 
 def test_psycopg_raises_the_registered_class_for_each_code(client: Client) -> None:

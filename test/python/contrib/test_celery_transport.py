@@ -148,7 +148,7 @@ def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
 ) -> None:
     queue = Queue(name)
     stored = pgqueue.Queue(connection, name)
-    with broker_of(database, visibility_timeout=6) as broker, Collecting(broker, queue) as consumer:
+    with broker_of(database, visibility_timeout=15) as broker, Collecting(broker, queue) as consumer:
         send(broker, "x", queue)
         drain(broker, lambda: consumer.messages)
         [held] = stored.browse("inflight")

@@ -14,7 +14,7 @@ from clients import PATIENCE, Connection, wait_for
 import pgqueue
 
 QUEUE = "celery-worker"
-VISIBILITY_TIMEOUT = 6  # seconds
+VISIBILITY_TIMEOUT = 15  # seconds, a third of which passes before a claim is extended
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def it_runs_tasks_and_returns_results(app: Any) -> None:
 
 def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
-    first = app.send_task("celery_tasks.sleep", (1.5 * VISIBILITY_TIMEOUT, True))
+    first = app.send_task("celery_tasks.sleep", (0, True))
     wait_for(running.lines)
+    [held] = queue.browse("inflight")
     others = [app.send_task("celery_tasks.sleep", (0,)) for _ in range(2)]
     wait_for(lambda: queue.stats().inflight_messages == 2)  # the one that runs, and one that is prefetched
     inspect = app.control.inspect(destination=[running.name], timeout=PATIENCE)
@@ -61,6 +62,8 @@ def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker
     assert [task["id"] for task in inspect.active()[running.name]] == [first.id]
     app.control.revoke(others[1].id)
     wait_for(lambda: others[1].id in inspect.revoked()[running.name])
+    later = held.visible_at + timedelta(seconds=2)
+    wait_for(lambda: [each for each in queue.browse("inflight") if each.id == held.id and each.visible_at > later])
     running.gate.touch()
     assert first.get(timeout=PATIENCE)
     assert others[0].get(timeout=PATIENCE)
@@ -77,5 +80,6 @@ def its_task_is_delivered_again_if_it_is_killed(app: Any, running: Worker, conne
     running.kill()
     [message] = queue.browse("inflight")
     assert message.visible_at < datetime.now(UTC) + timedelta(seconds=VISIBILITY_TIMEOUT)
+    connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where id = %s", [message.id])
     [again] = wait_for(queue.claim)
     assert (str(again.message_id), again.attempt_count) == (task.id, 2)

@@ -173,7 +173,7 @@ async def test_a_worker_that_waits_stops_at_a_signal(own_database: str, monkeypa
 
 
 async def test_a_long_task_stays_claimed(own_database: str, tasks: pgqueue.Queue, journal: Journal) -> None:
-    async with working(own_database, visibility_timeout=timedelta(seconds=6)) as broker:
+    async with working(own_database, visibility_timeout=timedelta(seconds=15)) as broker:
         await send(broker, "wait_for_gate", "long")
         await until(lambda: journal.lines())
         (first,) = tasks.browse("inflight")

@@ -86,7 +86,7 @@ def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     def answers() -> bool:
         assert process.poll() is None, (home / "log").read_text()
         try:
-            psycopg.connect(dsn, connect_timeout=2).close()
+            psycopg.connect(dsn).close()
         except psycopg.OperationalError:
             return False
         return True
