@@ -121,38 +121,24 @@ def nested() -> t.StructType:
     )
 
 
-ROW = (
-    'quote " back \\ tab \t',
-    'quote " back \\ é',
-    2**62,
-    1e-7,
-    True,
-    Decimal("12345678901234567.890"),
-    date(2026, 1, 31),
-    datetime(2026, 1, 31, 23, 30, 0, 250, tzinfo=UTC),
-    datetime(1900, 1, 1, 0, 0),
-    b"\x00\xff",
-    ["x", None, "y\nz"],
-    [("k", [1, None]), ('q"', None)],
-    {"a": None, "b": {"c": "d"}, "empty": {}},
-)
-
-
-OBJECT = {
+VALUES = {
     "text": 'quote " back \\ tab \t',
     "plain": 'quote " back \\ é',
     "whole": 2**62,
     "real": 1e-7,
     "flag": True,
     "exact": Decimal("12345678901234567.890"),
-    "day": "2026-01-31",
-    "moment": "2026-01-31T23:30:00.000250Z",
-    "local": "1900-01-01T00:00:00.000000",
-    "raw": "AP8=",
+    "day": date(2026, 1, 31),
+    "moment": datetime(2026, 1, 31, 23, 30, 0, 250, tzinfo=UTC),
+    "local": datetime(1900, 1, 1, 0, 0),
+    "raw": b"\x00\xff",
     "items": ["x", None, "y\nz"],
-    "words": {"k": [1, None], 'q"': None},
+    "words": [("k", [1, None]), ('q"', None)],
     "inner": {"a": None, "b": {"c": "d"}, "empty": {}},
 }
+ROW = tuple(VALUES.values())
+OBJECT = VALUES | {"day": "2026-01-31", "moment": "2026-01-31T23:30:00.000250Z", "local": "1900-01-01T00:00:00.000000"}
+OBJECT |= {"raw": "AP8=", "words": {"k": [1, None], 'q"': None}}
 
 
 def stored(sink: Sink) -> list[Any]:
