@@ -69,10 +69,6 @@ def by_asyncpg(dsn: str, runner: asyncio.Runner) -> Iterator[Run]:
     runner.run(connection.close())
 
 
-def by_sqlalchemy(dsn: str, _runner: asyncio.Runner) -> Iterator[Run]:
-    yield from by_engine(sqlalchemy.create_engine("postgresql+psycopg2://", connect_args=conninfo_to_dict(dsn)))
-
-
 def by_sqlalchemy_on_psycopg(dsn: str, _runner: asyncio.Runner) -> Iterator[Run]:
     yield from by_engine(sqlalchemy.create_engine("postgresql+psycopg://", connect_args=conninfo_to_dict(dsn)))
 
@@ -99,7 +95,7 @@ def by_sqlalchemy_on_asyncpg(dsn: str, runner: asyncio.Runner) -> Iterator[Run]:
     runner.run(engine.dispose())
 
 
-DRIVERS = [by_psycopg2, by_asyncpg, by_sqlalchemy, by_sqlalchemy_on_psycopg, by_sqlalchemy_on_asyncpg]
+DRIVERS = [by_psycopg2, by_asyncpg, by_sqlalchemy_on_psycopg, by_sqlalchemy_on_asyncpg]
 
 
 @pytest.fixture(params=DRIVERS, ids=lambda driver: driver.__name__.removeprefix("by_"))

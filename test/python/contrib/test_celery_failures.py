@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.long(part="brokers")
-TIMEOUT = 6  # seconds of visibility
-OPTIONS = {"visibility_timeout": TIMEOUT}
 
 
 @pytest.fixture
@@ -125,13 +124,21 @@ def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str,
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])
-def test_other_pools_run_tasks_and_answer(app: Any, database: str, name: str, tmp_path: Path, pool: str) -> None:
+def test_other_pools_run_tasks_and_answer(
+    app: Any, database: str, name: str, tmp_path: Path, connection: Connection, pool: str
+) -> None:
     if pool == "gevent":
         pytest.importorskip("gevent")
-    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True, "broker_transport_options": OPTIONS}
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True}
+    settings["broker_transport_options"] = {"visibility_timeout": 15}
+    queue = pgqueue.Queue(connection, name)
     with worker(database, tmp_path, "-P", pool, "-c", "2", **settings) as running:
-        tasks = [app.send_task("celery_tasks.sleep", (2 * TIMEOUT,)) for _ in range(2)]
+        tasks = [app.send_task("celery_tasks.sleep", (0, True)) for _ in range(2)]
         others = [app.send_task("celery_tasks.add", (number, 1)) for number in range(20)]
+        wait_for(lambda: starts(running.lines()))
+        later = max(message.visible_at for message in queue.browse("inflight")) + timedelta(seconds=2)
+        wait_for(lambda: [message for message in queue.browse("inflight") if message.visible_at > later])
+        running.gate.touch()
         assert [one.get(timeout=PATIENCE) for one in others] == list(range(1, 21))
         assert all(one.get(timeout=PATIENCE) for one in tasks)
         assert wait_for(lambda: app.control.ping(destination=[running.name], timeout=5))

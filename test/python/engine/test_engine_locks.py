@@ -1,6 +1,5 @@
 """Locks that functions over all queues do not keep, and rows that others have locked, for which no call waits."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -8,16 +7,6 @@ from clients import Connection, connect
 from transports import patient
 
 import pgqueue
-
-
-def test_doctor_keeps_no_lock_on_an_empty_day_of_the_archive(connection: Connection, name: str) -> None:
-    # An archive of ten years has 3,653 days, each with an index.
-    pgqueue.Queue(connection, name).create_queue(archive_for=timedelta(days=7))
-    with connection.transaction():
-        pgqueue.Queues(connection).doctor()
-        empty = "select c.relname from pg_class c join pg_locks l on l.relation = c.oid where l.pid = pg_backend_pid()"
-        empty += " and c.relname ~ '^archived_messages_' and pg_relation_size(c.oid) = 0"
-        assert connection.execute(empty.encode()).fetchall() == []
 
 
 def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(

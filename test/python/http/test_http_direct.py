@@ -46,7 +46,7 @@ def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None
     assert queue.post("ack", {"id": sent, "claim_token": last["claim_token"]}).json() == {"id": sent}
     states = dict.fromkeys(("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages"), 0)
     totals = {"enqueued_total": 1, "acknowledged_total": 1, "failed_total": 2, "dead_total": 1}
-    others = {"queue_name": queue.name, "oldest_age_seconds": None, "paused": False, "estimates": []}
+    others: dict[str, Any] = {"queue_name": queue.name, "oldest_age_seconds": None, "paused": False, "estimates": []}
     assert queue.stats() == states | totals | others
 
 

@@ -145,17 +145,6 @@ def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(
     assert web.call("GET", "/docs", auth=None).status_code == 401
 
 
-def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server, orders: str) -> None:
-    from pgqueue.http.direct import structs
-
-    listed = web.get("/v1/queues").json()["queues"]
-    (found,) = [each for each in listed if each["name"] == orders]
-    assert set(found) == set(structs.QueueSettings.__struct_fields__)
-    assert (found["visibility_timeout_seconds"], found["max_attempts"]) == (30, 5)
-    error = web.get("/v1/queues", params={"database_name": "none"}).json()["error"]
-    assert (error["code"], error["field"]) == ("database_not_found", "database_name")
-
-
 def test_head_is_answered_like_get_without_the_body(web: Server, orders: str) -> None:
     queue = f"{web.queues}/{orders}"
     for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, f"/v1/queues/{orders}/stats"):

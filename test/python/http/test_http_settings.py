@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pgqueue.http.security import users as passwords
     from pgqueue.http.security.users import Authenticator, hash_password
 
-LONG = pytest.mark.long(part="http")
 GOOD: dict[str, Any] = {
     "control_dsn": "dbname=control",
     "services": {"one": {"dsn": "host=h password=secret", "databases": ["a", "b"]}, "two": {"dsn": "dbname=c"}},
@@ -284,7 +283,7 @@ def test_tasks_are_pending_while_no_agent_runs(empty_database: Callable[[], str]
         assert web.status(other) == "Pending"
 
 
-@LONG
+@pytest.mark.long(part="http")
 def test_a_port_that_is_in_use_is_the_only_thing_reported(empty_database: Callable[[], str], tmp_path: Path) -> None:
     config = Site(empty_database).configuration(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as used:

@@ -379,9 +379,6 @@ def test_a_packed_environment_with_the_package_can_be_shipped_with_the_job(
     assert "/environment/lib/" in package
 
 
-OPENED = "import pickle, sys; pickle.load(sys.stdin.buffer)"
-
-
 @pytest.mark.parametrize(
     ("packages", "variables", "reason"),
     [
@@ -415,7 +412,8 @@ def opened(python: Path, variables: dict[str, str]) -> str:
     dumps: Any = pyspark.cloudpickle.dumps
     content = dumps(PgQueueDataSource(given).reader(schema))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    done = subprocess.run([python, "-c", OPENED], input=content, capture_output=True, env=environment)
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer)"
+    done = subprocess.run([python, "-c", code], input=content, capture_output=True, env=environment)
     assert done.returncode == 1
     last: str = done.stderr.decode().splitlines()[-1]
     return last
