@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer, _tasks
+from pgqueue._connections import connect_async
 from pgqueue._coroutines import done
+from pgqueue._listener import NotificationListener
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, execute_command, is_idle
 from pgqueue.consumer.timings import timings
 
@@ -48,6 +51,14 @@ def test_an_error_after_a_commit_does_not_hide_the_commit(database: str) -> None
         connection.rollback()
         results = connection.wait(execute_command(connection, b"begin; commit; select 1 / 0"))
         assert (results[1].command_status, connection.closed) == (b"COMMIT", True)
+
+
+async def test_a_listener_that_has_closed_leaves_the_number_of_its_socket_to_others(database: str) -> None:
+    listener = NotificationListener(partial(connect_async, database))
+    await listener.add(["channel"], threading.Event().set)
+    number = listener._watched
+    await listener.close()
+    assert not asyncio.get_running_loop().remove_reader(number)
 
 
 class Gate:

@@ -223,10 +223,6 @@ REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
 
 
-def retried(message: ClaimedMessage, text: bytes, fallback: bytes | None = None) -> Result:
-    return Result(message, State.RETRIED, statement=asked(text), fallback=None if fallback is None else asked(fallback))
-
-
 def failed(message: ClaimedMessage) -> Result:
     """The outcome in receive mode."""
     return Result(message, State.RELEASED, statement=asked(b"record"))
@@ -235,19 +231,15 @@ def failed(message: ClaimedMessage) -> Result:
 LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
 
 
-@pytest.mark.parametrize("fault", [REFUSED, TypeError("not JSON serializable")])
-async def test_a_refused_settlement_is_repeated_in_its_second_form(fault: Exception) -> None:
-    desk = Desk(first=[fault], plain=[[True]])
+async def test_a_refused_settlement_leaves_its_message_to_be_delivered_again() -> None:
+    desk = Desk(refused=[REFUSED], accepted=[[True]])
     held, other = desk.hold(1, 2)
-    desk.claims.send(retried(held, b"first", b"plain"))
+    desk.claims.send(Result(held, State.RETRIED, statement=asked(b"refused")))
+    desk.claims.send(Result(other, State.RETRIED, statement=asked(b"accepted")))
     await desk.claims.flush()
-    assert desk.asked == ["first", "plain"]
-    assert (desk.settled, desk.criticals) == ([(1, "retried")], [])
-    desk.claims.send(retried(other, b"first", b"first"))
-    await desk.claims.flush()
-    assert desk.asked == ["first", "plain", "first", "first"]
+    assert (desk.asked, desk.settled) == (["refused", "accepted"], [(2, "retried")])
     assert desk.criticals == ["1 message could not be settled: it will be delivered again"]
-    assert desk.claims.is_settled
+    assert (held.state, desk.claims.is_settled) == (State.RELEASED, True)
 
 
 async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(caplog: pytest.LogCaptureFixture) -> None:

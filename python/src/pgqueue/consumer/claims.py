@@ -244,7 +244,7 @@ class Claims:
 
     async def _settle(self, due: dict[ClaimedMessage, Result], messages: list[ClaimedMessage], is_locked: bool) -> bool:
         """Execute one statement that settles messages, and remove them from `due`; False if one of them is locked."""
-        _, state, *_, statement, fallback = due[messages[0]]
+        _, state, *_, statement = due[messages[0]]
         try:
             call: Bound[Any] = statement or _TOGETHER[state](*claims_of(messages))
             answers = await self.answers_to(self._run, call, is_locked)
@@ -253,9 +253,6 @@ class Claims:
                 for message in messages:
                     message.is_in_doubt = True
                 raise
-            if fallback is not None:
-                due[messages[0]] = due[messages[0]]._replace(statement=fallback, fallback=None)
-                return await self._settle(due, messages, is_locked)
             told = ("message could not be settled: it", "messages could not be settled: they")
             if not (state is State.RELEASED and isinstance(error, QueueNotFound)):  # It was dropped with its messages.
                 self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")

@@ -338,7 +338,6 @@ class Result(NamedTuple):
     error: BaseException | None = None
     next_step: str = ""  # what follows a failed attempt
     statement: Bound[Any] | None = None
-    fallback: Bound[Any] | None = None  # if the statement is refused
 
 
 @dataclass(frozen=True, slots=True)

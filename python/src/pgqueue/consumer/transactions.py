@@ -57,8 +57,7 @@ def settlement(
         statement = _calls.nack(*claim, after, *record)
     else:
         statement = _calls.reject(*claim, *record, "attempts_exhausted" if isinstance(decision, Exhausted) else None)
-    state, fallback = State.DEAD if dies else State.RETRIED, _calls.nack(*claim, None, None, None)
-    return Result(claimed, state, seconds, error, next_step, statement, fallback)
+    return Result(claimed, State.DEAD if dies else State.RETRIED, seconds, error, next_step, statement)
 
 
 def _record(
