@@ -285,7 +285,7 @@ def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:
         queue.peek(1 << 20000)
     with pytest.raises(pgqueue.InvalidArgument, match="max_messages must be an integer from 1 to 10000"):
         queue.claim(2**31 - 1)
-    assert queue.ack(2**63 - 1, NOWHERE) is False
+    assert [queue.ack(number, NOWHERE) for number in (2**63 - 1, -(2**63))] == [False, False]
 
 
 def test_install_is_part_of_the_callers_transaction(empty_database: NewDatabase) -> None:
