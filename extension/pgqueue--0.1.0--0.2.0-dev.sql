@@ -5657,7 +5657,7 @@ begin
             and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
-        order by m.expires_at limit batch_size
+        order by m.expires_at limit batch_size for update skip locked
     ), at, null)).removed;
     open expired for
         select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
