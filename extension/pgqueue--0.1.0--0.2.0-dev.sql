@@ -39,6 +39,8 @@ drop function pgqueue._check_exposure;
 drop function pgqueue._dedup_period, pgqueue._dedup_slice, pgqueue._is_hourly_reset_due, pgqueue._are_many_pages;
 drop function pgqueue._reserve_queue;
 drop function pgqueue._findings_of_routing;
+drop function pgqueue._is_spent(pgqueue.messages, timestamptz);
+drop function pgqueue._is_spent(pgqueue.messages_shared, timestamptz);
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 
@@ -540,20 +542,14 @@ language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
+comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
+'Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no attempt
+left. Inlined.';
+
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
 language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-$$;
-
-create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz) returns boolean
-language sql immutable parallel safe as $$
-    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
-$$;
-
-create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz) returns boolean
-language sql immutable parallel safe as $$
-    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean
@@ -2722,11 +2718,12 @@ begin
     if by_level then
         -- Without `order by`, as in _lock_levels.
         select
-            array_agg(w.position), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.position), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
             select
-                m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
+                m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible,
                 pgqueue._level_position(m) as position
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
@@ -2735,20 +2732,22 @@ begin
         ) w;
     elsif q.kind is not null then
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible from pgqueue.messages m
             -- What plain SQL has sent, too: its id is not vacant before it is moved.
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted
         ) w;
     else
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible from pgqueue.messages_shared m
             where m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted
         ) w;
@@ -3116,13 +3115,15 @@ begin
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
                 where (m.kind = q.kind or m.kind is null)
-                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                    and m.visible_at <= at and not pgqueue._is_ready(m, at)
                 for update of m skip locked;
         else
             open spent for
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                    and m.visible_at <= at and not pgqueue._is_ready(m, at)
                 for update of m skip locked;
         end if;
         loop
@@ -3173,7 +3174,7 @@ begin
         return array(
             select m.id from pgqueue.messages m
             where m.kind = q.kind and m.queue_name || '' = q.name and m.attempt_count > 0 and m.id + 0 >= from_id
-                and pgqueue._is_spent(m, at)
+                and m.visible_at <= at and not pgqueue._is_ready(m, at)
             order by m.id limit wanted
         );
     end if;
@@ -3186,7 +3187,7 @@ begin
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and pgqueue._is_spent(c, at)
+                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -3196,7 +3197,7 @@ begin
                 -- Claims by plain SQL do not move the register. If the first messages above it show one, all are read.
                 select c.id
                 from (
-                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id
                     limit case
@@ -3225,7 +3226,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
+                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
                     offset 0
                 ) m
                 where c.id >= from_id
@@ -3905,7 +3906,7 @@ begin
                         and (q.group_limit = 1 or (
                             select true from pgqueue.messages c
                             where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
-                                and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                                and c.attempt_count > 0 and c.visible_at <= at and not pgqueue._is_ready(c, at)
                             limit 1
                         ) is null))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
@@ -3932,7 +3933,7 @@ begin
         select distinct s.id
         from pgqueue._lookup_keys(q.name, _remove_spent_of_groups.ids) k, pgqueue.messages m
         cross join lateral (
-            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+            select c.id, c.visible_at <= at and not pgqueue._is_ready(c, at) as is_spent from pgqueue.messages c
             where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m.headers, m.id), m.id)
             limit 100
         ) s
@@ -6021,7 +6022,7 @@ language sql stable as $$
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
                 pgqueue._is_ready(m, at) as is_ready,
-                pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
+                m.visible_at <= at and not pgqueue._is_ready(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
             from pgqueue.messages m
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
             order by m.id limit wanted

@@ -236,7 +236,7 @@ begin
                         and (q.group_limit = 1 or (
                             select true from pgqueue.messages c
                             where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
-                                and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                                and c.attempt_count > 0 and c.visible_at <= at and not pgqueue._is_ready(c, at)
                             limit 1
                         ) is null))
                 then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
@@ -263,7 +263,7 @@ begin
         select distinct s.id
         from pgqueue._lookup_keys(q.name, _remove_spent_of_groups.ids) k, pgqueue.messages m
         cross join lateral (
-            select c.id, pgqueue._is_spent(c, at) as is_spent from pgqueue.messages c
+            select c.id, c.visible_at <= at and not pgqueue._is_ready(c, at) as is_spent from pgqueue.messages c
             where pgqueue._is_in_group(c, q.kind, q.name, pgqueue._group_position(m.headers, m.id), m.id)
             limit 100
         ) s

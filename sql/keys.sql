@@ -70,20 +70,14 @@ language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
+comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
+'Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no attempt
+left. Inlined.';
+
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
 language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-$$;
-
-create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz) returns boolean
-language sql immutable parallel safe as $$
-    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
-$$;
-
-create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz) returns boolean
-language sql immutable parallel safe as $$
-    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
 $$;
 
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean

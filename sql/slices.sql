@@ -68,13 +68,15 @@ begin
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
                 where (m.kind = q.kind or m.kind is null)
-                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                    and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                    and m.visible_at <= at and not pgqueue._is_ready(m, at)
                 for update of m skip locked;
         else
             open spent for
                 select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
                 from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                    and m.visible_at <= at and not pgqueue._is_ready(m, at)
                 for update of m skip locked;
         end if;
         loop
@@ -125,7 +127,7 @@ begin
         return array(
             select m.id from pgqueue.messages m
             where m.kind = q.kind and m.queue_name || '' = q.name and m.attempt_count > 0 and m.id + 0 >= from_id
-                and pgqueue._is_spent(m, at)
+                and m.visible_at <= at and not pgqueue._is_ready(m, at)
             order by m.id limit wanted
         );
     end if;
@@ -138,7 +140,7 @@ begin
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and pgqueue._is_spent(c, at)
+                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -148,7 +150,7 @@ begin
                 -- Claims by plain SQL do not move the register. If the first messages above it show one, all are read.
                 select c.id
                 from (
-                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id
                     limit case
@@ -177,7 +179,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
+                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
                     offset 0
                 ) m
                 where c.id >= from_id

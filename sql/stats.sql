@@ -46,7 +46,7 @@ language sql stable as $$
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
                 pgqueue._is_ready(m, at) as is_ready,
-                pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
+                m.visible_at <= at and not pgqueue._is_ready(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
             from pgqueue.messages m
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
             order by m.id limit wanted

@@ -82,11 +82,12 @@ begin
     if by_level then
         -- Without `order by`, as in _lock_levels.
         select
-            array_agg(w.position), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.position), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
             select
-                m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent,
+                m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible,
                 pgqueue._level_position(m) as position
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
@@ -95,20 +96,22 @@ begin
         ) w;
     elsif q.kind is not null then
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible from pgqueue.messages m
             -- What plain SQL has sent, too: its id is not vacant before it is moved.
             where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted
         ) w;
     else
         select
-            array_agg(w.id), array_agg(w.id) filter (where w.is_ready), array_agg(w.id) filter (where w.is_spent)
+            array_agg(w.id), array_agg(w.id) filter (where w.is_ready),
+            array_agg(w.id) filter (where w.is_visible and not w.is_ready)
         into ids, ready_ids, spent_ids
         from (
-            select m.id, pgqueue._is_ready(m, at) as is_ready, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            select m.id, pgqueue._is_ready(m, at) as is_ready, m.visible_at <= at as is_visible from pgqueue.messages_shared m
             where m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted
         ) w;

@@ -23,3 +23,5 @@ drop function pgqueue._check_exposure;
 drop function pgqueue._dedup_period, pgqueue._dedup_slice, pgqueue._is_hourly_reset_due, pgqueue._are_many_pages;
 drop function pgqueue._reserve_queue;
 drop function pgqueue._findings_of_routing;
+drop function pgqueue._is_spent(pgqueue.messages, timestamptz);
+drop function pgqueue._is_spent(pgqueue.messages_shared, timestamptz);
