@@ -17,6 +17,13 @@ $$;
 -- What `create or replace` cannot say of the way from 0.1.0 to 0.2.0-dev.
 create index schedules_queue_name on pgqueue.schedules (queue_name);
 
+-- Comments that have gone.
+comment on function pgqueue._claim_candidates_grouped is null;
+comment on function pgqueue._claim_ungrouped is null;
+comment on function pgqueue._raise is null;
+comment on function pgqueue._remove_messages is null;
+comment on function pgqueue._sweep_other_tables is null;
+
 -- Private functions that have gone, or have got other arguments or results.
 drop function pgqueue._days, pgqueue._expired_days, pgqueue._is_day_empty, pgqueue._maintain_days, pgqueue._drop_days;
 drop function pgqueue._raise_stream_out_of_step, pgqueue._raise_stream_data_lost, pgqueue._raise_stream_poisoned;
