@@ -98,6 +98,7 @@ begin
     return next is(pg_temp.findings(queue), array['info late_retries'], queue || ': doctor reports messages that were given back while the clock was ahead');
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of late_retries resolves the finding');
+    perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = queue; -- a sweep is due
     return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{"\"released\"", "\"nacked\""}'::jsonb[], queue || ': claim returns these messages after the repair of late_retries');
     perform pgqueue.purge_queue(queue);
     -- The clock was ahead for less than backoff_max. Only a dead letter shows it.
@@ -114,6 +115,7 @@ begin
     return next is(pg_temp.findings(queue), array['info dead_messages', 'info late_retries'], queue || ': doctor reports messages that wait because the clock was ahead for a moment');
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'late_retries');
     return next is(pg_temp.findings(queue), array['info dead_messages'], queue || ': the repair resolves this finding, too');
+    perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = queue; -- a sweep is due
     return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{1,2,3}'::jsonb[], queue || ': claim returns all these messages, and none that its sender has delayed for longer');
     perform pgqueue.purge_dead_messages(queue);
     perform pgqueue.purge_queue(queue);
