@@ -15,6 +15,7 @@ import psycopg
 import pytest
 import pytest_asyncio
 from clients import PATIENCE, Connection, wait_for
+from psycopg.pq import TransactionStatus
 from served import Server, Site, in_process, new_name
 
 import pgqueue
@@ -186,6 +187,18 @@ async def test_a_connection_is_returned_although_its_request_is_cancelled(connec
         lock.release()
         async with made.target("one", sql.info.dbname) as leased:
             assert not leased.closed
+
+
+async def test_the_pool_does_not_wait_for_a_transaction_that_a_request_has_left_open(
+    connect: Connect, sql: Connection
+) -> None:
+    """It would wait in the task of the request, with time limits that cancel this task."""
+    made = connect(connections=1)
+    async with made.target("one", sql.info.dbname) as left:
+        await left.execute("begin")
+    assert left.closed
+    async with made.target("one", sql.info.dbname) as leased:
+        assert leased.info.transaction_status == TransactionStatus.IDLE
 
 
 async def test_a_large_statement_leaves_no_copy_of_its_body(connect: Connect, sql: Connection) -> None:

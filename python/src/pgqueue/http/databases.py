@@ -201,7 +201,7 @@ class _Pool:
                     if end is not None:
                         await connection.execute(end)
             finally:
-                if connection.keeps_memory:
+                if connection.keeps_memory or connection.info.transaction_status != TransactionStatus.IDLE:
                     connection.raw_cursor = None
                     await connection.close()
                 # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
