@@ -6592,22 +6592,32 @@ declare
     expired refcursor;
     places tid[];
     gone pgqueue.messages;
+    removed int;
     died int := 0;
-    purged int;
+    purged int := 0;
 begin
     perform pgqueue._require(
         batch_size between 1 and 1000000, 'batch_size', batch_size::text, 'an integer from 1 to 1000000');
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    purged := (pgqueue._remove_spent_messages(q, array(
-        select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id and m.visible_at <= at
+    open expired for
+        -- A thousand at a time: _remove_spent_messages divides them by their size.
+        select m.id, null::tid as place, 132::bigint as bytes from pgqueue.messages m
+        where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name
+            and m.id >= (pgqueue._sweep_state_of(q.name, '-infinity')).first_id and m.visible_at <= at
             -- A generic plan expects that a range selects fewer rows than one comparison. Thus it uses an index on
             -- expires_at instead of the primary key.
             and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
-        order by m.expires_at limit batch_size for update skip locked
-    ), at, null)).removed;
+        order by m.expires_at limit batch_size for update skip locked;
+    loop
+        -- On a full disk it removes none.
+        removed := (pgqueue._remove_spent_messages(q, (pgqueue._fetch_slice(expired)).ids, at, null)).removed;
+        exit when removed = 0;
+        purged := purged + removed;
+        exit when not pgqueue._has_time();
+    end loop;
+    close expired;
     open expired for
         select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
         from pgqueue.scheduled_messages s

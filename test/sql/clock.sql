@@ -24,12 +24,12 @@ begin
 end;
 $$;
 select pg_temp.counts_from_now();
--- _wake and _on_queue_changed_idle only ask whether the transaction began with this statement.
+-- _on_queue_changed_idle only asks whether the transaction began with this statement.
 -- _has_time asks how long the statement of the client has been running.
 -- _expose and _clock_findings write the text of a view and of repairs, which call no private function.
 select is(
     (select array_agg(p.proname::text order by p.proname) from pg_proc p
-    where p.pronamespace = 'pgqueue'::regnamespace and p.proname not in ('_wake', '_on_queue_changed_idle', '_has_time', '_expose', '_clock_findings')
+    where p.pronamespace = 'pgqueue'::regnamespace and p.proname not in ('_on_queue_changed_idle', '_has_time', '_expose', '_clock_findings')
         and p.prosrc ~* '\m(((clock|statement|transaction)_timestamp|timeofday|now)\s*\(|current_timestamp|current_date|current_time|localtimestamp|localtime)'),
     array['_now'], 'no other function reads a clock');
 

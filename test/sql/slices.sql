@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(81);
+select plan(82);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -137,6 +137,9 @@ $$;
 select pg_temp.expire('slices-found') \g /dev/null
 select cmp_ok(pg_temp.rows_read($$ pgqueue.sweep_queue('slices-found') $$, 'pgqueue.messages_shared'), '<', 3000::bigint,
     'sweep_queue without time looks for as many spent messages as it can remove soon');
+select pgqueue.purge_expired('slices-found') \g /dev/null
+select cmp_ok((select count(*) from pgqueue.messages m where m.queue_name = 'slices-found' and m.xmax <> '0'), '<', 1000::bigint,
+    'purge_expired without time locks no more messages than it removes');
 set local statement_timeout = 0;
 select pg_temp.expire('slices-found-priorities', priorities => true) \g /dev/null
 select pgqueue.claim('slices-found'), pgqueue.claim('slices-found-priorities') \g /dev/null
