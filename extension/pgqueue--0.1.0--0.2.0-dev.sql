@@ -4500,9 +4500,8 @@ declare
 begin
     perform from pgqueue.sweep_state s
     where s.queue_name = _are_only_visible.queue_name collate "C"
-        -- A visible message counts as 500 hidden ones. So this is false for one more, and for 500 hidden ones.
         and (
-            select coalesce(sum(case when m.visible_at <= at then 500 else 1 end), 0) < 500 * (cardinality(found_ids) + 1)
+            select count(*) filter (where m.visible_at <= at) = cardinality(found_ids) and count(*) < cardinality(found_ids) + 500
             from (
                 select c.visible_at
                 from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
@@ -4526,7 +4525,8 @@ end;
 $$;
 comment on function pgqueue._are_only_visible is
 'Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
-vacant. False if 500 are hidden, or rows of requeued_messages exist. For a queue of messages_shared.';
+vacant. False if 500 are hidden, or rows of requeued_messages exist. Due messages that first_due_at has missed wait for
+the next sweep. For a queue of messages_shared.';
 
 create or replace function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],

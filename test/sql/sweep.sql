@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(104);
+select plan(105);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -318,11 +318,17 @@ begin
     perform pgqueue.purge_queue(queue);
 
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, attempt_count)
-    select queue, pgqueue._now(), pgqueue._now() + case n when 600 then interval '1 s' else '1 h' end, 1 from generate_series(1, 600) n;
+    select queue, pgqueue._now(), pgqueue._now() + case n when 599 then interval '1 s' when 600 then interval '2 s' else '1 h' end, 1
+    from generate_series(1, 600) n;
     perform pg_temp.pass('0.9 s');
     perform pg_temp.settle(queue);
     perform pg_temp.pass('0.2 s');
-    return next is((select count(*) from pgqueue.receive(queue)), 1::bigint, queue || ': the next claim returns a message behind 599 in flight');
+    return next is((select count(*) from pgqueue.receive(queue)), 1::bigint, queue || ': the next claim returns a message behind 598 in flight');
+    perform pg_temp.pass('0.8 s');
+    perform pg_temp.settle(queue);
+    perform pgqueue.enqueue(queue, '1');
+    perform pg_temp.pass('0.2 s');
+    return next is((select count(*) from pgqueue.receive(queue, 10)), 2::bigint, queue || ': a claim of ten returns it beside a new message');
     perform pgqueue.purge_queue(queue);
 end;
 $$;
