@@ -1,6 +1,7 @@
 """`apply`: makes queues, their subscriptions and schedules those of a TOML file."""
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from ..client import Queue, Queues
 from ..message import QueueInfo, Schedule
 from .formatting import counted, format_duration
 from .parameters import is_internal, parse_duration
-from .session import Failure, Session, Status, explain
+from .session import Failure, Session, Status, discard_unwritten, explain
 
 __all__ = ["apply"]
 
@@ -152,7 +153,9 @@ def _show(session: Session, changes: list[_Change]) -> None:
             session.lines(change.record() for change in changes)
         elif changes:
             session.say("\n".join(map(str, changes)))
+        session.flush()
     except Failure as failure:  # the output cannot be written
+        discard_unwritten(sys.stdout)
         raise Failure(str(failure), "Nothing was changed.") from failure
 
 

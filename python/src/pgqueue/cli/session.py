@@ -125,6 +125,11 @@ class Session:
         with _writing_output():
             sys.stdout.writelines(f"{json_line(record)}\n" for record in records)
 
+    def flush(self) -> None:
+        """Write out what was printed, before a change that must not be made without its output."""
+        with _writing_output():
+            sys.stdout.flush()
+
     def say(self, text: str, **record: object) -> None:
         """Print a result: a sentence, or with --json an object of the given fields."""
         if self.json:
@@ -511,8 +516,7 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         try:
             function(session, **values)
         finally:
-            with _writing_output():
-                sys.stdout.flush()
+            session.flush()
     except BrokenPipeError:  # as with `| head`
         discard_unwritten(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
