@@ -148,6 +148,9 @@ def is_trouble(error: BaseException) -> bool:
     state = error.sqlstate
     if state is None:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    # While an upgrade commits, a running call can miss a private function that the upgrade drops.
+    if state == "42883":
+        return " pgqueue._" in str(error)
     # Connection, resources, operator intervention, system error, lock not available, read-only after a failover.
     return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
 

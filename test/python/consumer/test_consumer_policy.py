@@ -260,8 +260,10 @@ def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:
     assert is_conflict(wrapped)
     assert not is_conflict(mistake)
     assert not is_conflict(None)
-    for error in (deadlock, psycopg.OperationalError("gone"), psycopg.errors.AdminShutdown("x"), OSError()):
+    dropped = psycopg.errors.UndefinedFunction("function pgqueue._before_the_upgrade(text) does not exist")
+    for error in (deadlock, psycopg.OperationalError("gone"), psycopg.errors.AdminShutdown("x"), OSError(), dropped):
         assert is_trouble(error)
+    assert not is_trouble(psycopg.errors.UndefinedFunction("function pgqueue.later(text) does not exist"))
     assert not is_trouble(mistake)
     assert not is_trouble(ValueError())
 
