@@ -1,6 +1,5 @@
 """Settings and waits of all tests, and what sessions do in the tests of races and crashes."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -156,12 +155,3 @@ def drain(dsn: str, queue: str, number: int) -> list[int]:
                 acked += ids
             elif is_empty(connection, queue):
                 return acked
-
-
-def hold(dsn: str, queue: str, verb: str, log: str) -> None:
-    """Take ten messages in a transaction of its own, or in autocommit mode if it claims, say so, and hang."""
-    with psycopg.connect(dsn, autocommit=verb == "claim") as connection:
-        began = time.monotonic()
-        rows = connection.execute(f"select id from pgqueue.{verb}(%s, 10)", (queue,)).fetchall()
-        Path(log).write_text(json.dumps([began, [row[0] for row in rows]]))
-        time.sleep(600)

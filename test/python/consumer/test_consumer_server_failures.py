@@ -1,7 +1,6 @@
 """What may go wrong between a consumer and its server in the middle of things: it costs nothing that it need not."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +8,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +15,6 @@ import psycopg
 import pytest
 from clients import PATIENCE, Connection, connect, is_empty, wait_for
 from consumers import (
-    FORMS,
     LONG,
     MIXED,
     OTHER_PAIR,
@@ -36,7 +32,6 @@ from consumers import (
     until,
     waits,
 )
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue.consumer.runtime import Runtime
@@ -175,38 +170,6 @@ def test_connections_that_a_server_opens_read_only_are_replaced_once_it_writes(c
         options.append("")
         wait_for(lambda: case.is_empty() and run.consumer.stats.circuit == "closed")
     assert run.attempts == [1]
-
-
-@pytest.mark.long(part="consumer")
-def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with ExitStack() as stack:
-        first = stack.enter_context(EmbeddedServer(data_dir=tmp_path / "first"))
-        with connect(first.dsn) as connection:
-            pgqueue.install(connection)
-            for form in FORMS:
-                prepare(connection, f"{name}-{form}")
-        first.kill()
-        shutil.copytree(tmp_path / "first", tmp_path / "second", ignore=shutil.ignore_patterns("postmaster.pid"))
-        (tmp_path / "second" / "standby.signal").touch()
-        second = stack.enter_context(EmbeddedServer(data_dir=tmp_path / "second"))
-        first.start()
-        given = [conninfo_to_dict(server.dsn) for server in (first, second)]
-        hosts, ports = (",".join(str(one[key]) for one in given) for key in ("host", "port"))
-        both = make_conninfo(first.dsn, host=hosts, port=ports)
-        runs = [stack.enter_context(form.consuming(both, f"{name}-{form}", listen=False)) for form in FORMS]
-        first.kill()
-        with connect(second.dsn) as standby:
-            looks = "select from pg_stat_activity where application_name = %s and query ~ 'pgqueue.(peek|claim)'"
-            for form in FORMS:
-                wait_for(partial(rows, standby, looks, f"{name}-{form}"))
-        first.start()
-        with connect(first.dsn) as connection:
-            for form in FORMS:
-                pgqueue.Queue(connection, f"{name}-{form}").enqueue(1)
-        for run in runs:
-            wait_for(partial(lambda run: run.consumer.stats.succeeded, run))
-        assert [run.attempts for run in runs] == [[1]] * len(FORMS)
 
 
 @each_of([OTHER_PAIR[0]])

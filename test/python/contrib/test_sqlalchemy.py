@@ -13,9 +13,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, Connection, connect, value, wait_for
+from clients import PATIENCE, Connection, connect, value
 from psycopg.rows import dict_row
-from sqlalchemy import URL, Engine, ForeignKey, NullPool, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Engine, ForeignKey, NullPool, create_engine, func, make_url, select
 from sqlalchemy.exc import IntegrityError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
@@ -435,47 +435,6 @@ async def test_the_kind_of_the_block_is_that_of_the_consumer(dsn: str) -> None:
     with connect(dsn) as plain, pytest.raises(TypeError, match="asynchronous context manager"):
         async with session_of(testing.delivery(connection=plain)):
             pass
-
-
-VICTIM = """
-import sys, time
-from pathlib import Path
-
-import pgqueue
-from sqlalchemy import text
-from pgqueue.contrib.sqlalchemy import session_of
-
-
-def handle(delivery):
-    with session_of(delivery) as session:
-        session.execute(text("insert into orders (what) values (:what)"), {"what": delivery.message.payload})
-    Path(sys.argv[2]).touch()
-    time.sleep(600)
-
-
-pgqueue.Consumer(sys.argv[1], "orders", handle, transactional=True).run()
-"""
-
-
-def test_a_worker_killed_between_effect_and_acknowledgement_leaves_the_effect_once(
-    dsn: str, connection: Connection, queue: pgqueue.Queue, tmp_path: Path
-) -> None:
-    queue.enqueue("book")
-    reached = tmp_path / "reached"
-    victim = subprocess.Popen([sys.executable, "-c", VICTIM, dsn, reached])
-    wait_for(reached.exists)
-    assert count(connection) == 0
-    victim.kill()
-    victim.wait()
-
-    def handle(delivery: pgqueue.Delivery) -> None:
-        assert delivery.attempt == 2
-        with session_of(delivery) as session:
-            session.execute(text("insert into orders (what) values (:what)"), {"what": delivery.message.payload})
-
-    connection.execute("update pgqueue.messages set visible_at = clock_timestamp()")  # The claim ends.
-    assert drain(consumer(dsn, handle)).succeeded == 1
-    assert count(connection) == 1
 
 
 def test_handlers_on_many_threads_have_sessions_of_their_own(

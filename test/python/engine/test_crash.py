@@ -1,10 +1,8 @@
 """Killed servers and clients: enqueued messages are not lost, and acknowledged messages do not return."""
 
-import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from clients import CONTEXT, QUIET, Connection, claim, connect, drain, hold, value, wait_for
+from clients import QUIET, claim, connect, drain, value, wait_for
 from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
@@ -107,38 +105,6 @@ def test_a_killed_server_loses_no_message_and_restores_no_acknowledged_one(
     with connect(dsn) as connection:  # The claims end.
         connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
     assert sorted(drain(dsn, name, 100)) == sorted(sent - acked)
-
-
-@pytest.mark.parametrize("verb", ["claim", "receive"])
-def test_messages_of_a_killed_consumer_are_redelivered(
-    database: str, connection: Connection, name: str, tmp_path: Path, verb: str
-) -> None:
-    """After the visibility timeout if it has claimed them, and at once if it has received them."""
-    timeout = "1 s" if verb == "claim" else "12 h"
-    connection.execute("select pgqueue.create_queue(%s, %s::interval)", (name, timeout))
-    connection.execute("select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[10]))", (name,))
-    note = tmp_path / "note"
-    consumer = CONTEXT.Process(target=hold, args=(database, name, verb, str(note)))
-    consumer.start()
-    wait_for(lambda: note.exists() and note.stat().st_size > 0)
-    began_at, ids = json.loads(note.read_text())
-    assert len(ids) == 10
-    if verb == "receive":
-        assert claim(connection, name, 10) == []
-    consumer.kill()
-    consumer.join()
-    back: list[int] = []
-
-    def all_back() -> bool:
-        rows = connection.execute("select id from pgqueue.claim(%s, 10, '1 h')", (name,)).fetchall()
-        assert not rows or verb == "receive" or time.monotonic() - began_at > 0.9
-        back.extend(row[0] for row in rows)
-        return len(back) == 10
-
-    wait_for(all_back)
-    assert sorted(back) == ids
-    attempts = connection.execute("select distinct attempt_count from pgqueue.messages where queue_name = %s", (name,))
-    assert attempts.fetchall() == [(2 if verb == "claim" else 1,)]
 
 
 @pytest.fixture

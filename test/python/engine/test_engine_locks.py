@@ -6,22 +6,6 @@ import pytest
 from clients import Connection, connect
 from transports import patient
 
-import pgqueue
-
-
-def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(
-    connection: Connection, database: str, name: str
-) -> None:
-    pgqueue.Queue(connection, name).create_queue()
-    pgqueue.Queue(connection, f"{name}-2").create_queue()
-    with connect(database) as admin, admin.transaction(force_rollback=True):
-        admin.execute("select pgqueue.drop_queue(%s)", [name])
-        names = [found.queue_name for found in pgqueue.Queues(connection).stats()]
-    assert f"{name}-2" in names
-    assert name not in names
-    assert name in [found.queue_name for found in pgqueue.Queues(connection).stats()]
-
-
 KINDS = {
     "plain": "",
     "groups": ", group_limit => 1",

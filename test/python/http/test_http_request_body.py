@@ -346,23 +346,30 @@ MOMENT = "a timestamp with an offset, such as 2026-01-31T12:00:00Z"
 PLAIN: dict[str, Any] = {"payload": 1}
 OBJECT: dict[str, Any] = {"payload": {}}
 IN_BATCH = "messages[1]."
+# The verb or the path, the body without the field, the field, its least and its greatest value.
+RANGES: list[tuple[str, dict[str, Any], str, int, int]] = [
+    ("claim", {}, "max_messages", 1, 100),
+    ("claim", {}, "wait_seconds", 0, 20),
+    *((verb, rest, "visibility_timeout_seconds", 1, 43200) for verb, rest in (("claim", {}), ("extend", CLAIMED))),
+    ("nack", CLAIMED, "delay_seconds", 0, 43200),
+    ("ack", CLAIMED, "id", 1, 2**63 - 1),
+    ("redrive", {}, "max_messages", 1, 100_000),
+    ("create_schedule", CREATE, "priority", 0, 9),
+    ("enqueue", PLAIN, f"{IN_BATCH}priority", 0, 9),
+    ("enqueue", PLAIN, f"{IN_BATCH}expires_in_seconds", 0, 315_576_000),
+    *((path, OBJECT, f"{IN_BATCH}delay_seconds", 0, 43200) for path in ("enqueue", MANAGED)),
+    (QUEUES, CREATE_QUEUE, "visibility_timeout_seconds", 1, 43200),
+    (QUEUES, CREATE_QUEUE, "max_attempts", 1, 100),
+]
 # The verb or the path, the body without the field, the field, a value that it may have, one that it may not, and how
 # the limit begins that the error tells.
 LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
-    ("claim", {}, "max_messages", 1, 0, "at least 1"),
-    ("claim", {}, "max_messages", 100, 101, "at most 100"),
-    ("claim", {}, "wait_seconds", 0, -1, "at least 0"),
-    ("claim", {}, "wait_seconds", 20, 21, "at most 20"),
-    ("claim", {}, "visibility_timeout_seconds", 1, 0, "at least 1"),
-    ("claim", {}, "visibility_timeout_seconds", 43200, 43201, "at most 43200"),
+    *((path, rest, field, least, least - 1, f"at least {least}") for path, rest, field, least, _ in RANGES),
+    *((path, rest, field, most, most + 1, f"at most {most}") for path, rest, field, _, most in RANGES),
     ("claim", {}, "claimed_by", "x" * 256, "x" * 257, "at most 256 characters long"),
-    ("nack", CLAIMED, "delay_seconds", 0, -1, "at least 0"),
-    ("nack", CLAIMED, "delay_seconds", 43200, 43201, "at most 43200"),
     ("nack", CLAIMED, "error", "x" * 10_000, "x" * 10_001, "at most 10000 characters long"),
-    ("extend", CLAIMED, "visibility_timeout_seconds", 43200, 43201, "at most 43200"),
     ("claim", {}, "claimed_by", None, 1, "a string"),
     ("claim", {}, "claimed_by", "é", "\ud800", "a string of Unicode characters"),
-    ("ack", CLAIMED, "id", 2**63 - 1, 2**63, f"at most {2**63 - 1}"),
     ("ack", CLAIMED, "id", 1, "1", WHOLE),
     *(("ack", CLAIMED, "claim_token", TOKEN, bad, "a UUID") for bad in ("token", "x" * 36, None)),
     ("ack_batch", {"claim_token": TOKEN}, "ids", [1], 1, "a list"),
@@ -370,7 +377,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("ack_claims", {}, "claims", [CLAIMED] * 100, [], "at least 1 items long"),
     *(("reschedule", {"id": 1}, "due_at", None, bad, MOMENT) for bad in ("2026-01-31T12:00:00", "soon", 1769857200)),
     ("redrive", {}, "ids", [1], [], "at least 1 items long"),
-    ("redrive", {}, "max_messages", 100_000, 100_001, "at most 100000"),
+    ("redrive", {}, "ids", [1] * 10_000, [1] * 10_001, "at most 10000 items long"),
     ("purge_dead_messages", {}, "ids", [1], [0], "at least 1"),
     ("create_schedule", CREATE, "cron", "x" * 200, "x" * 201, "at most 200 characters long"),
     ("create_schedule", CREATE, "name", "x" * 255, "", SHORT),
@@ -378,7 +385,6 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
         ("create_schedule", CREATE, field, "x", NUL, WITHOUT_NUL)
         for field in ("name", "cron", "time_zone", "group_key")
     ),
-    ("create_schedule", CREATE, "priority", 9, 10, "at most 9"),
     ("create_schedule", CREATE, "group_key", None, "", SHORT),
     ("create_schedule", CREATE, "headers", {}, [], "a JSON object"),
     ("enqueue", {}, "messages", [PLAIN] * 100, [PLAIN] * 101, "at most 100 items long"),
@@ -388,15 +394,11 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("enqueue", PLAIN, f"{IN_BATCH}unknown", None, 1, KNOWN),
     ("enqueue", {"body": "AA=="}, f"{IN_BATCH}payload", None, 1, EITHER),
     *(("enqueue", {}, f"{IN_BATCH}body", "AAA=", bad, BASE64) for bad in ("AA", "A\nAA", "AA==AA==")),
-    ("enqueue", PLAIN, f"{IN_BATCH}delay_seconds", 43200, 43201, "at most 43200"),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x" * 255, "x" * 256, LONG_KEY),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x", "", SHORT),
     *(("enqueue", PLAIN, f"{IN_BATCH}{field}", "x", NUL, WITHOUT_NUL) for field in ("dedup_key", "group_key")),
     ("enqueue", PLAIN, f"{IN_BATCH}on_duplicate", "replace", "skip", "keep or replace"),
     ("enqueue", PLAIN, f"{IN_BATCH}group_key", "x", "", SHORT),
-    ("enqueue", PLAIN, f"{IN_BATCH}priority", 9.0, 10, "at most 9"),
-    ("enqueue", PLAIN, f"{IN_BATCH}expires_in_seconds", 0, -1, "at least 0"),
-    ("enqueue", PLAIN, f"{IN_BATCH}expires_in_seconds", 315_576_000, 315_576_001, "at most 315576000"),
     ("enqueue", PLAIN, f"{IN_BATCH}message_id", TOKEN, "order-1", "a UUID"),
     (PUBLISH, PLAIN, "topic", "x" * 255, "x" * 256, LONG_KEY),
     *((PUBLISH, PLAIN, "topic", "x", bad, limit) for bad, limit in ((None, "a string"), ("", SHORT))),
@@ -407,16 +409,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     (QUEUES, {}, "name", "a" * 128, "a" * 129, "at most 128 characters long"),
     (QUEUES, {}, "name", "z-_9", "Z", "of the form ^[a-z0-9_-]+$"),
     (QUEUES, {}, "name", "-", "", SHORT),
-    (QUEUES, CREATE_QUEUE, "visibility_timeout_seconds", 1, 0, "at least 1"),
-    (QUEUES, CREATE_QUEUE, "visibility_timeout_seconds", 43200, 43201, "at most 43200"),
-    (QUEUES, CREATE_QUEUE, "max_attempts", 1, 0, "at least 1"),
-    (QUEUES, CREATE_QUEUE, "max_attempts", 100, 101, "at most 100"),
     *((QUEUES, CREATE_QUEUE, "max_attempts", 2, bad, WHOLE) for bad in (2.5, True, "4")),
     (QUEUES, CREATE_QUEUE, "dlq_enabled", False, "no", "true or false"),
     (QUEUES, CREATE_QUEUE, "max_attempt", None, 1, "one of name, database_name"),
     *((MANAGED, {}, f"{IN_BATCH}payload", {}, bad, "a JSON object") for bad in ("text", 1, None, [0])),
-    (MANAGED, OBJECT, f"{IN_BATCH}delay_seconds", 0, -1, "at least 0"),
-    (MANAGED, OBJECT, f"{IN_BATCH}delay_seconds", 43200, 43201, "at most 43200"),
     (MANAGED, {}, "messages", [OBJECT] * 100, [OBJECT] * 101, "at most 100 items long"),
 ]
 

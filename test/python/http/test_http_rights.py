@@ -134,6 +134,9 @@ def test_lists_and_figures_show_only_what_the_user_sees(web: Server) -> None:
     assert web.site.databases[0] not in seen("elsewhere", "/v1/queues?database_name=none")
     answer = web.get("/v1/queues", auth=("none", ADMIN[1]))
     assert (answer.status_code, code(answer)) == (403, "forbidden")
+    task = web.post(path := f"{web.queues}/order-1/stats").json()  # of a managed queue in the other database
+    assert web.get(path, params=task, auth=("the-reader", ADMIN[1])).is_success
+    assert web.get(path, params=task, auth=("elsewhere", ADMIN[1])).status_code == 404
 
 
 def test_a_pattern_is_a_name_or_the_begin_of_names() -> None:

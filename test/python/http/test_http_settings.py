@@ -122,6 +122,17 @@ def basic(name: str, password: str) -> str:
     return httpx.BasicAuth(name, password)._auth_header
 
 
+async def test_only_the_name_and_the_password_as_they_stand_authenticate() -> None:
+    authenticator = Authenticator({"admin": HASH})
+    given = [
+        ("ADMIN", "password"),
+        ("nobody", "password"),
+        *(("admin", f"password{more}") for more in (" ", "\0", "s")),
+    ]
+    answers = [await authenticator.user(basic(*each)) for each in (*given, ("admin", "password"))]
+    assert answers == [None] * len(given) + ["admin"]
+
+
 HASHED_BEFORE = {name: HASH.replace(":16384:", ":1024:") for name in ("admin", "other")}  # not by this process
 
 
