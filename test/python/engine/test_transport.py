@@ -121,33 +121,6 @@ def test_transports_and_consumers_share_a_queue(
     assert sorted(claimed + pumped, key=int) == [str(n) for n in range(300)]
 
 
-def test_serializable_transactions_lose_no_message(database: str, relation: str) -> None:
-    send_numbered(database, relation, 0, 60)
-    seen: list[str] = []
-
-    def drain(level: psycopg.IsolationLevel) -> None:
-        own = psycopg.connect(database)
-        own.isolation_level = level
-        transport = Transport(own, relation)
-        with own:
-            while True:
-                try:
-                    received = transport.receive()
-                    own.commit()
-                except psycopg.errors.SerializationFailure:  # the caller has to retry
-                    own.rollback()
-                    continue
-                if received is None:
-                    return
-                seen.append(received.headers)
-
-    levels = [psycopg.IsolationLevel.SERIALIZABLE, psycopg.IsolationLevel.REPEATABLE_READ]
-    with ThreadPoolExecutor(2) as pool:
-        for work in [pool.submit(drain, level) for level in levels]:
-            work.result()
-    assert len(seen) == len(set(seen)) == 60
-
-
 def test_a_receive_reads_few_buffers_after_many_receives(
     database: str, connection: Connection, relation: str, name: str
 ) -> None:

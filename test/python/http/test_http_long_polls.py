@@ -13,7 +13,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from clients import PATIENCE, Connection
 from consumers import waits
@@ -57,13 +56,6 @@ def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: C
     ]
     assert keyed[0] == keyed[1]
     assert [each["payload"] for each in keyed[0]["messages"]] == [5]
-
-
-@pytest.mark.parametrize("names", [[], ["a", "a"], [f"q{number}" for number in range(101)], ["a", None], None])
-def test_claim_any_refuses_names_that_are_missing_repeated_null_or_more_than_100(web: Server, names: Any) -> None:
-    answer = web.post("/v1/queues/claim_any", {"queue_names": names})
-    assert code_of(answer, 422) == "invalid"
-    assert answer.json()["error"]["field"].startswith("queue_names")
 
 
 def test_claim_any_names_the_queue_that_is_missing(queue: DirectQueue) -> None:
@@ -162,13 +154,6 @@ def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: Co
         assert queue.stats()["ready_messages"] == 0
         sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
         assert sum(len(each.result(PATIENCE)) for each in waiting) == 30
-
-
-def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
-    with httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
-        client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=httpx.Timeout(PATIENCE, read=0.5))
-    queue.send(1)
-    assert len(queue.claim(wait_seconds=20)) == 1
 
 
 def test_a_long_poll_continues_when_the_listening_connection_is_lost(patient: Patient, sql: Connection) -> None:

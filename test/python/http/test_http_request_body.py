@@ -336,7 +336,7 @@ TOKEN = "00000000-0000-0000-0000-000000000000"
 CLAIMED: dict[str, Any] = {"id": 1, "claim_token": TOKEN}
 CREATE: dict[str, Any] = {"name": "q", "cron": "x"}
 CREATE_QUEUE: dict[str, Any] = {"name": "q"}
-PUBLISH, QUEUES = "/v1/queues/publish", "/managed-services/s/queues"
+PUBLISH, CLAIM_ANY, QUEUES = "/v1/queues/publish", "/v1/queues/claim_any", "/managed-services/s/queues"
 BASE64 = "of the form ^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 EITHER = "null if body is given: a message has exactly one of the two"
 KNOWN = "one of payload, delay_seconds, headers, expires_in_seconds, message_id, body, dedup_key, on_duplicate"
@@ -346,6 +346,9 @@ MOMENT = "a timestamp with an offset, such as 2026-01-31T12:00:00Z"
 PLAIN: dict[str, Any] = {"payload": 1}
 OBJECT: dict[str, Any] = {"payload": {}}
 IN_BATCH = "messages[1]."
+MANY = [f"q{number}" for number in range(101)]
+NAMES = [([], "at least 1"), (MANY, "at most 100"), (["q", "q"], "each name"), ([None], "a string"), (None, "a list")]
+TEXTS = [("enqueue", f"{IN_BATCH}dedup_key"), ("enqueue", f"{IN_BATCH}group_key"), (PUBLISH, "topic")]
 # The verb or the path, the body without the field, the field, its least and its greatest value.
 RANGES: list[tuple[str, dict[str, Any], str, int, int]] = [
     ("claim", {}, "max_messages", 1, 100),
@@ -370,6 +373,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("nack", CLAIMED, "error", "x" * 10_000, "x" * 10_001, "at most 10000 characters long"),
     ("claim", {}, "claimed_by", None, 1, "a string"),
     ("claim", {}, "claimed_by", "é", "\ud800", "a string of Unicode characters"),
+    *((CLAIM_ANY, {}, "queue_names", ["q"], bad, limit) for bad, limit in NAMES),
     ("ack", CLAIMED, "id", 1, "1", WHOLE),
     *(("ack", CLAIMED, "claim_token", TOKEN, bad, "a UUID") for bad in ("token", "x" * 36, None)),
     ("ack_batch", {"claim_token": TOKEN}, "ids", [1], 1, "a list"),
@@ -395,14 +399,12 @@ LIMITS: list[tuple[str, dict[str, Any], str, Any, Any, str]] = [
     ("enqueue", {"body": "AA=="}, f"{IN_BATCH}payload", None, 1, EITHER),
     *(("enqueue", {}, f"{IN_BATCH}body", "AAA=", bad, BASE64) for bad in ("AA", "A\nAA", "AA==AA==")),
     ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x" * 255, "x" * 256, LONG_KEY),
-    ("enqueue", PLAIN, f"{IN_BATCH}dedup_key", "x", "", SHORT),
-    *(("enqueue", PLAIN, f"{IN_BATCH}{field}", "x", NUL, WITHOUT_NUL) for field in ("dedup_key", "group_key")),
     ("enqueue", PLAIN, f"{IN_BATCH}on_duplicate", "replace", "skip", "keep or replace"),
-    ("enqueue", PLAIN, f"{IN_BATCH}group_key", "x", "", SHORT),
     ("enqueue", PLAIN, f"{IN_BATCH}message_id", TOKEN, "order-1", "a UUID"),
     (PUBLISH, PLAIN, "topic", "x" * 255, "x" * 256, LONG_KEY),
-    *((PUBLISH, PLAIN, "topic", "x", bad, limit) for bad, limit in ((None, "a string"), ("", SHORT))),
-    (PUBLISH, PLAIN, "topic", "x", NUL, WITHOUT_NUL),
+    *((path, PLAIN, field, "x", "", SHORT) for path, field in TEXTS),
+    *((path, PLAIN, field, "x", NUL, WITHOUT_NUL) for path, field in TEXTS),
+    (PUBLISH, PLAIN, "topic", "x", None, "a string"),
     (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", ["x"], [NUL], WITHOUT_NUL),
     (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", ["x"] * 100, ["x"] * 101, "at most 100 items long"),
     (PUBLISH, PLAIN | {"topic": "x"}, "base_topics", None, [""], SHORT),

@@ -124,11 +124,7 @@ def basic(name: str, password: str) -> str:
 
 async def test_only_the_name_and_the_password_as_they_stand_authenticate() -> None:
     authenticator = Authenticator({"admin": HASH})
-    given = [
-        ("ADMIN", "password"),
-        ("nobody", "password"),
-        *(("admin", f"password{more}") for more in (" ", "\0", "s")),
-    ]
+    given = [("ADMIN", "password"), ("nobody", "password"), *(("admin", f"password{end}") for end in (" ", "\0", "s"))]
     answers = [await authenticator.user(basic(*each)) for each in (*given, ("admin", "password"))]
     assert answers == [None] * len(given) + ["admin"]
 
