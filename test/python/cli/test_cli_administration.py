@@ -122,13 +122,6 @@ def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgq
     assert {name: ended[name] for name in kept} == {name: changed[name] for name in kept}
 
 
-def test_priorities_have_an_option(cli: Cli, orders: pgqueue.Queue) -> None:
-    (given,) = cli("alter", orders.name, "--json", "--priorities").records
-    assert given["priorities"]
-    (ended,) = cli("alter", orders.name, "--json", "--no-priorities").records
-    assert not ended["priorities"]
-
-
 def test_dead_letters_go_to_another_queue(cli: Cli, orders: pgqueue.Queue) -> None:
     errors = pgqueue.Queue(orders.connection, f"{orders.name}-errors")
     errors.create_queue()
@@ -395,6 +388,8 @@ def test_messages_with_priorities_are_sent_and_published(cli: Cli, orders: pgque
     urgent = pgqueue.Queue(orders.connection, f"{orders.name}-urgent")
     assert cli("create", urgent.name, "--priorities", "--json").records[0]["priorities"] is True
     assert "priorities          the highest first\n" in cli("show", urgent.name).out
+    for option, given in (("--priorities", True), ("--no-priorities", False)):
+        assert cli("alter", orders.name, option, "--json").records[0]["priorities"] is given
     assert cli("send", urgent.name, "1", "2", "--priority", "0").status == 0
     assert cli("subscribe", urgent.name, urgent.name).status == 0
     keys = ("--dedup-key", "k", "--group-key", "g", "--priority", "9")
