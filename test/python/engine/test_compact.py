@@ -92,11 +92,11 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(site: tuple[Server, 
 
 @pytest.mark.parametrize(
     "call",
-    # Of the calls that need only the fast path, one in 500 looks whether a compaction is due.
+    # Of the calls of enqueue that need only a fast path, one in 500 looks whether a compaction is due.
     [
         "enqueue_batch('a', array['\"set constraints, prepare transaction\"']::jsonb[])",
         "enqueue('a', '1') from generate_series(1, 1000)",
-        "enqueue('a', '1', '1 h')",
+        "enqueue('a', '1', '1 h') from generate_series(1, 1000)",
         "claim('a')",
     ],
     ids=["batch", "now", "later", "claim"],
