@@ -364,10 +364,10 @@ def refuses(web: Server) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["DeadlockDetected", "SerializationFailure", "LockNotAvailable"])
+@pytest.mark.parametrize("kind", ["DeadlockDetected", "SerializationFailure", "LockNotAvailable", "UndefinedFunction"])
 def test_a_conflict_with_another_transaction_has_a_code_of_its_own(kind: str) -> None:
     from pgqueue.http.errors import from_database_error
 
-    answer = from_database_error(getattr(psycopg.errors, kind)("another transaction was in the way"))
+    answer = from_database_error(getattr(psycopg.errors, kind)("another transaction dropped pgqueue._gone"))
     assert (answer.status, answer.code) == (503, "transaction_conflict")
     assert answer.headers == {"Retry-After": "1"}

@@ -160,6 +160,8 @@ def from_database_error(error: BaseException) -> ApiError:
             return ApiError(422, "invalid", detail.replace(hint[1], field, 1), field, limit=limit)
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", f"the database role of the server lacks a right: {detail}")
+        case psycopg.errors.UndefinedFunction() if is_trouble(error):
+            return _answer(503, "transaction_conflict", "pgqueue is being upgraded in the database: try again")
     for kinds, status, code, message, field in _KNOWN:
         if isinstance(error, kinds):
             return _answer(status, code, message.format(detail or error), field)
