@@ -96,11 +96,11 @@ def test_a_task_and_its_result_are_sent_in_the_open_transaction() -> None:
 def test_a_task_is_committed_where_django_does_not_commit(
     transactional: bool, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks.add.enqueue(1)
+    result = tasks.add.enqueue(1)
     monkeypatch.setitem(connections.settings["default"], "AUTOCOMMIT", False)
     assert run(transactional).succeeded == 1
     with shop.connect() as beside:
-        assert value(beside, "select status from pgqueue.results") == "successful"
+        assert value(beside, "select status from pgqueue.results where message_id = %s", result.id) == "successful"
 
 
 @pytest.mark.parametrize("transactional", [True, False])
