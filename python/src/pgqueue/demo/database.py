@@ -15,7 +15,8 @@ from .workers import QUEUE
 SCHEMA: Final = "pgqueue_demo"
 OURS: Final = "made by python -m pgqueue.demo, which drops it"
 SETTINGS: Final[dict[str, Any]] = {
-    "visibility_timeout": timedelta(seconds=2),
+    # Longer than a batch takes on a busy machine: a batch that is delivered again would use up attempts.
+    "visibility_timeout": timedelta(seconds=10),
     "max_attempts": 3,
     "backoff_base": timedelta(milliseconds=100),
 }
