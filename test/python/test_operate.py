@@ -94,6 +94,16 @@ def test_the_services_and_cron_use_options_that_exist() -> None:
             assert re.search(rf"{option}\b", known), (command, option)
 
 
+def test_a_service_monitor_leaves_the_labels_of_the_metrics_as_the_rules_and_the_dashboard_need_them() -> None:
+    files = [yaml.safe_load_all((HERE / name).read_text()) for name in ("kubernetes.yaml", "servicemonitor.yaml")]
+    manifests = {each["kind"]: each for file in files for each in file}
+    service, (endpoint,) = manifests["Service"], manifests["ServiceMonitor"]["spec"]["endpoints"]
+    assert manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"]
+    assert endpoint["honorLabels"] is True  # else Prometheus renames their label service to exported_service
+    assert endpoint["authorization"]["credentials"]["name"] == "pgqueue"  # /metrics is for users only
+
+
 def answers(url: str) -> bool:
     try:
         return httpx.get(url).status_code == 200
