@@ -109,14 +109,14 @@ code() {
         "$1" "$root$home/pgqueue/$2"
 }
 if [ "$account" = release ]; then
-    code sh extension/doc/tutorial.md | sed -e '/^pip install/d' > "$root/release/tutorial.sh"
+    code sh extension/doc/tutorial.md > "$root/release/tutorial.sh"
     code sql README.md > "$root/release/first.sql"
     chmod -R a+rX "$root/release"
-    inside sh -c 'python3 -m venv ~/venv && ~/venv/bin/pip install -qq --find-links /release "pgqueue-sql[cli,embedded]"'
     inside make --silent install PG_CONFIG=/usr/lib/postgresql/15/bin/pg_config
     chroot "$root" sh -ec 'pg_ctlcluster 15 main start; cd /tmp
         runuser -u postgres -- psql -XqAt -v ON_ERROR_STOP=1 -f /release/first.sql; pg_ctlcluster 15 main stop'
-    inside bash -ec 'PATH=$HOME/venv/bin:$PATH; mkdir ~/tutorial; cd ~/tutorial; . /release/tutorial.sh; pgqueue stop'
+    inside bash -ec 'export PIP_FIND_LINKS="/release ${PIP_FIND_LINKS-}"
+        mkdir ~/tutorial; cd ~/tutorial; . /release/tutorial.sh; pgqueue stop'
     echo "$SECONDS s in all"
     exit
 fi
