@@ -1477,7 +1477,7 @@ comment on function pgqueue._is_in_queue is
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
 language plpgsql immutable parallel safe as $$
 begin
@@ -2144,12 +2144,13 @@ create function pgqueue._lock_queue_without_archive(queue_name text) returns boo
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive is
-'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
+'Locks the queue, and returns whether it keeps no archive. It is one function, because an
+acknowledgement prepares each expression that it evaluates.';
 
 create function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._finish_time() returns timestamptz
 language plpgsql volatile as $$
 begin
@@ -3585,7 +3586,7 @@ payload, body or headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._running_writers() returns text[]
 language plpgsql volatile as $$
 begin
@@ -4804,7 +4805,8 @@ create function pgqueue._walk_groups(
 )
 language plpgsql volatile as $$
 declare
-    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
+    -- With a higher limit each step counts the messages in flight, so a walk has fewer steps: between two walks the
+    -- claim looks at the clock.
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
 begin
     -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
@@ -5946,7 +5948,7 @@ begin
     if not pgqueue._lock_queue_without_archive(q.name) then
         perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
     elsif q.kind is not null then
-        -- _delete_messages also returns the rows, which takes an eighth of the time of this call.
+        -- Not by _delete_messages: it also returns the rows, which would take an eighth of the time of this call.
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
@@ -6925,7 +6927,7 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._check_page(max_messages int, after_id bigint) returns void
 language plpgsql stable as $$
 begin
@@ -7223,7 +7225,7 @@ begin
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        -- The snapshot can be older than a drop_queue or another kind. The catalog shows the current state.
+        -- The snapshot can be older than a drop_queue or a change of kind. The catalog shows the current state.
         if pg_relation_filenode(q.fresh_from_id) is null then
             select queues.* into q from pgqueue.queues where queues.queue_id = q.queue_id;
             if pg_relation_filenode(q.fresh_from_id) is null then
@@ -9213,7 +9215,7 @@ create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
--- current_user is the owner. In PL/pgSQL, as _level_registers.
+-- current_user is the owner. In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
 language plpgsql volatile as $$
 begin
@@ -10272,7 +10274,7 @@ begin
                 perform pgqueue._add_first_tick_message(s, at);
             end if;
         exception when others then
-            -- A time zone that the server does not know, for example, must not fail a claim.
+            -- One schedule must not fail a claim, for example by a time zone that the server does not know.
             null;
         end;
     end loop;
@@ -10417,7 +10419,7 @@ alter_schedule instead. Raises 22023, PQ001.';
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
 language plpgsql immutable parallel safe as $$
 begin
@@ -12013,7 +12015,7 @@ $$;
 create function pgqueue._find_access_view(queue_name text) returns regclass
 language plpgsql volatile as $$
 begin
-    -- After waiting for a lock, the session's catalog cache can be stale. To open a relation renews it.
+    -- After waiting for a lock, the session's catalog cache can be stale. Opening a relation renews it.
     perform pg_relation_size('pgqueue.access_any'::regclass);
     return to_regclass(pgqueue._access_view(queue_name));
 end;

@@ -122,7 +122,7 @@ for the next page pass the last id. Messages that no claim has moved to the dead
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001, 40001.';
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._check_page(max_messages int, after_id bigint) returns void
 language plpgsql stable as $$
 begin

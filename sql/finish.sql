@@ -6,12 +6,13 @@ create or replace function pgqueue._lock_queue_without_archive(queue_name text) 
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive is
-'Locks the queue, and returns whether it keeps no archive: one expression, as an acknowledgement prepares each.';
+'Locks the queue, and returns whether it keeps no archive. It is one function, because an
+acknowledgement prepares each expression that it evaluates.';
 
 create or replace function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._finish_time() returns timestamptz
 language plpgsql volatile as $$
 begin

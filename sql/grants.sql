@@ -103,7 +103,7 @@ $$;
 create or replace function pgqueue._find_access_view(queue_name text) returns regclass
 language plpgsql volatile as $$
 begin
-    -- After waiting for a lock, the session's catalog cache can be stale. To open a relation renews it.
+    -- After waiting for a lock, the session's catalog cache can be stale. Opening a relation renews it.
     perform pg_relation_size('pgqueue.access_any'::regclass);
     return to_regclass(pgqueue._access_view(queue_name));
 end;

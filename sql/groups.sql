@@ -186,7 +186,8 @@ create or replace function pgqueue._walk_groups(
 )
 language plpgsql volatile as $$
 declare
-    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
+    -- With a higher limit each step counts the messages in flight, so a walk has fewer steps: between two walks the
+    -- claim looks at the clock.
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
 begin
     -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many

@@ -57,7 +57,7 @@ comment on function pgqueue._is_in_queue is
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
 language plpgsql immutable parallel safe as $$
 begin

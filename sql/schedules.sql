@@ -498,7 +498,7 @@ begin
                 perform pgqueue._add_first_tick_message(s, at);
             end if;
         exception when others then
-            -- A time zone that the server does not know, for example, must not fail a claim.
+            -- One schedule must not fail a claim, for example by a time zone that the server does not know.
             null;
         end;
     end loop;

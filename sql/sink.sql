@@ -104,7 +104,7 @@ create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
 -- No other session sends or deletes these attempts until the transaction ends. In a security definer function,
--- current_user is the owner. In PL/pgSQL, as _level_registers.
+-- current_user is the owner. In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._lock_own_attempts(run uuid) returns setof pgqueue.staged_attempts
 language plpgsql volatile as $$
 begin

@@ -288,7 +288,7 @@ begin
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        -- The snapshot can be older than a drop_queue or another kind. The catalog shows the current state.
+        -- The snapshot can be older than a drop_queue or a change of kind. The catalog shows the current state.
         if pg_relation_filenode(q.fresh_from_id) is null then
             select queues.* into q from pgqueue.queues where queues.queue_id = q.queue_id;
             if pg_relation_filenode(q.fresh_from_id) is null then

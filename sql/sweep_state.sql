@@ -1,7 +1,7 @@
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._running_writers() returns text[]
 language plpgsql volatile as $$
 begin

@@ -1,7 +1,7 @@
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
--- In PL/pgSQL, as _level_registers.
+-- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
 language plpgsql immutable parallel safe as $$
 begin

@@ -465,7 +465,7 @@ POLICY_SAVEPOINT: tuple[bytes, bytes, Bound[Any]] = (  # its begin, its end, and
     b"release savepoint pgqueue_policy",
     Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row),
 )
-# What a handler has set for its session, and how this is undone, as far as the session did not have it before.
+# What a session has before a handler uses it. reset_session restores these settings, and ends what a handler has added.
 SESSION_STATE: Bound[tuple[Any, ...]] = Bound(
     b"""
     select session_user, pg_catalog.current_setting('role'),

@@ -34,12 +34,12 @@ def postmaster(home: Path) -> int:
 def test_commands_without_a_dsn_share_persistent_data(home: Path) -> None:
     made = run("create", "orders", PGQUEUE_HOME=home)
     assert made.status == 0, made.err
-    assert made.err == f"pgqueue: no --dsn: using the embedded database in {home}, which is created now\n"
+    assert made.err == f"pgqueue: no --dsn: using the private server in {home}, which is created now\n"
     assert command(home, "send", "orders", '{"a": 1}', "--quiet").err == ""
     (keeper,) = keepers(home)
     listed = command(home, "list", "--json")
     assert [queue["name"] for queue in listed.records] == ["orders"]
-    assert listed.err == f"pgqueue: no --dsn: using the embedded database in {home}\n"
+    assert listed.err == f"pgqueue: no --dsn: using the private server in {home}\n"
     assert keepers(home) == [keeper]
     # Stopped, and started again by the next command, also after pgqueue of a later version has used the data.
     with psycopg.connect((home / "dsn").read_text()) as connection:

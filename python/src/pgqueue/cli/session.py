@@ -176,7 +176,7 @@ class Session:
         """The connection string of the private server, which is started, and runs at least until the context ends."""
         home = default_home()
         making = "" if (home / "data").exists() else ", which is created now"
-        self.note(f"no --dsn: using the embedded database in {home}{making}")
+        self.note(f"no --dsn: using the private server in {home}{making}")
         with ExitStack() as stack:
             try:
                 dsn = stack.enter_context(shared_server(home, tcp=tcp))

@@ -323,7 +323,7 @@ def _exit_on_signal(number: int, _: object) -> NoReturn:
 
 
 def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues that have an archive, or else all queues, and dropped queues that have left dead letters."""
+    """All queues, and dropped queues that have left dead letters; with is_archived, the queues that have an archive."""
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 

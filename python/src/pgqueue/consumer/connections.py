@@ -303,7 +303,7 @@ class ConnectionPool:
         return connection
 
     async def put(self, connection: Any, most: int) -> None:
-        """Keep a connection, and at most `most` in all. One that is still in a transaction is closed, too."""
+        """Keep an idle connection. Close the oldest beyond `most`, and one that is still in a transaction."""
         with self._lock:
             surplus = [connection]
             if not self._is_closed and connection.pgconn.transaction_status == TransactionStatus.IDLE:

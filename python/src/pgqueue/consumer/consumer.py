@@ -201,8 +201,8 @@ class Consumer(_Base):
         transactional: in lease mode too the handler works in a transaction, which also acknowledges, and rolls back if
             the claim was lost. If its connection breaks the handler is called once more, not counted as an attempt.
         concurrency: the most handlers that run at once; by default one for each CPU, and at least two.
-        batch_size: the most messages that the handler gets at once; None for one, not in a list. If it raises, it is
-            called once more for each message by itself, which is not counted as an attempt.
+        batch_size: the most messages that the handler gets at once; None for one, not in a list. If it raises, this
+            is no attempt: it is called again with each message alone.
         visibility_timeout: how long a claim lasts after the consumer has died, 1 s to 12 h; None for the queue's.
         prefetch: how many messages are claimed in advance, in lease mode without transactions.
         peek_delay: how often to look without a notification, at least 100 ms.

@@ -166,7 +166,7 @@ _ROLLBACK = "the consumer ends this transaction, when the handler has returned; 
 
 
 class SessionBlock(Protocol[S, A]):
-    """The block of `session_of`: `with` gives a `Session`, in a handler of `AsyncConsumer` `async with` an
+    """The block of `session_of`: `with` gives a `Session`; in a handler of `AsyncConsumer`, `async with` gives an
     `AsyncSession`.
     """
 
@@ -322,8 +322,8 @@ class AsyncLentDialect(_Lent, PGDialectAsync_psycopg):
 registry.register("postgresql.pgqueue", __name__, LentDialect.__name__)
 _URL = "postgresql+pgqueue://"
 _OPTIONS: dict[str, Any] = {"poolclass": NullPool, "pool_reset_on_return": None}
-# One for each connection, with the compiled statements and what SQLAlchemy has asked the server. A consumer keeps its
-# connections.
+# The engine of each connection, which keeps compiled statements and what SQLAlchemy has asked the server. A consumer
+# keeps its connections.
 _engines: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 

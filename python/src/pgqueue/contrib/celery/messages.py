@@ -61,8 +61,8 @@ def _message_id(value: Any) -> UUID | None:
 
 
 def to_kombu(message: Message, tag: str) -> dict[str, Any]:
-    """The message for kombu. One that SQL has sent needs only the name of the task in its headers:
-    `{"headers": {"task": …}}`, and the arguments as its payload.
+    """The message for kombu. A message that SQL has sent needs only the name of the task in its headers,
+    `{"headers": {"task": …}}`; its payload is the arguments.
     """
     stored = message.headers if isinstance(message.headers, dict) else {}
     headers, properties = dict(stored.get("headers") or {}), dict(stored.get("properties") or {})
