@@ -9355,14 +9355,14 @@ begin
     end if;
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     delete from pgqueue.scheduled_messages s
-    where s.ctid = (
-        select c.ctid from pgqueue.scheduled_messages c
+    where s.queue_name = q.name and s.id = (
+        select c.id from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.id = cancel.id for update skip locked
     );
     if not found then
         delete from pgqueue.messages_shared m
-        where m.ctid = (
-            select c.ctid from pgqueue.messages_shared c
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or pgqueue._is_unclaimed(c))
             for update skip locked
         );
@@ -9437,8 +9437,8 @@ begin
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     update pgqueue.scheduled_messages s
     set due_at = pgqueue._clamp_due_at(new_due_at)
-    where s.ctid = (
-        select c.ctid from pgqueue.scheduled_messages c
+    where s.queue_name = q.name and s.id = (
+        select c.id from pgqueue.scheduled_messages c
         -- Not `for update`: a replacement tells this lock from that of a consumer.
         where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for no key update skip locked
     );
@@ -9446,8 +9446,8 @@ begin
         -- In a queue with group_limit 1, or that had it, a message waits here for its retry.
         update pgqueue.messages_shared m
         set visible_at = new_due_at
-        where m.ctid = (
-            select c.ctid from pgqueue.messages_shared c
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages_shared c
             where c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at and pgqueue._is_unclaimed(c)
             for update skip locked
         );
