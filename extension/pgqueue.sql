@@ -1975,6 +1975,7 @@ declare
     pause constant interval := case when is_housekeeping then interval '1 h' else interval '1 s' end;
     longest_micros constant bigint := case when is_housekeeping then 3600000000 else 60000000 end;
     handler regproc;
+    is_at_commit boolean;
 begin
     -- A time that is further ahead than a handler sets was set while the clock was ahead.
     if coalesce(pg_sequence_last_value(register) - pgqueue._to_micros(at), 0) between 1 and longest_micros then
@@ -1982,16 +1983,22 @@ begin
     end if;
     -- The register is set before the calls: one session does the work, even if its transaction fails.
     perform setval(register, pgqueue._to_micros(at + pause));
-    begin
-        for handler in select h from pgqueue._handlers(format('_on_%s_due_', event)) as h loop
-            execute format('select %s($1)', handler) using at;
-        end loop;
-        perform pgqueue._request_at_commit(p.proname, at)
-        from pgqueue._handlers(format('_at_%s_', event)) as h join pg_proc p on p.oid = h;
-    exception when others then
-        -- A full disk or a lock must not fail a claim.
-        null;
-    end;
+    for handler, is_at_commit in
+        select h, false from pgqueue._handlers(format('_on_%s_due_', event)) as h
+        union all
+        select h, true from pgqueue._handlers(format('_at_%s_', event)) as h
+    loop
+        begin
+            if is_at_commit then
+                perform pgqueue._request_at_commit(p.proname, at) from pg_proc p where p.oid = handler;
+            else
+                execute format('select %s($1)', handler) using at;
+            end if;
+        exception when others then
+            -- A full disk or a lock must not fail a claim, nor keep the other handlers from their work.
+            null;
+        end;
+    end loop;
 end;
 $$;
 comment on function pgqueue._call_if_due is

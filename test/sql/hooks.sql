@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: others compact the tables that this file writes to.
 lock table pgqueue.messages in access exclusive mode;
-select plan(12);
+select plan(13);
 
 -- A room of this test that records every event.
 create temp table notes (event text, queue_name text, detail text) on commit drop;
@@ -18,6 +18,9 @@ as $$
 $$;
 create function pgqueue._on_housekeeping_due_test(at timestamptz) returns void language sql
 as $$ insert into pg_temp.notes values ('housekeeping', null, null) $$;
+-- Their names are before and after that of the other handler.
+create function pgqueue._on_housekeeping_due_failing(at timestamptz) returns int language sql as $$ select 1 / 0 $$;
+create function pgqueue._on_housekeeping_due_zero(at timestamptz) returns int language sql as $$ select 1 / 0 $$;
 create function pgqueue._findings_of_test(q pgqueue.queues) returns setof pgqueue.finding language sql
 as $$ select 'info', q.name, 'test_finding', coalesce('about ' || q.name, 'about no queue'), 'select 1;' where q.name is null or q.name ~ '^hooks' $$;
 create function pg_temp.told(wanted text) returns setof text language sql
@@ -50,7 +53,8 @@ begin
     return query select * from pg_temp.told('housekeeping');
 end;
 $$;
-select is((select count(*) from pg_temp.housekeeping_of_three_claims()), 1::bigint, 'claims call the hooks for housekeeping once an hour');
+select is((select count(*) from pg_temp.housekeeping_of_three_claims()), 1::bigint, 'claims call the hooks for housekeeping once an hour, also if others fail');
+select isnt_empty($$ select from pgqueue.compactions c where c.handler = '_at_housekeeping_archive' $$, 'housekeeping requests its work at the commit also if a hook fails');
 
 select * from finish();
 rollback;
