@@ -9481,7 +9481,9 @@ comment on function pgqueue.reschedule is
 ahead; null or a time that has passed is now. Waiting consumers are notified. Attempts, expiry, priority, and the place
 in a group stay. Returns false if the message is ready or in flight, if another transaction has locked it at this
 moment, or if it is gone. Does not wait for consumers. For the message of a future tick call run_schedule or
-alter_schedule instead. Raises 22023, PQ001.';
+alter_schedule instead. A transaction that calls reschedule and then enqueue with the dedup_key of the message and
+on_duplicate replace can deadlock with another replacement (40P01): call enqueue alone, which sets the due time, too.
+Raises 22023, PQ001.';
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 

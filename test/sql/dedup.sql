@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(121);
+select plan(123);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -184,8 +184,13 @@ select pg_temp.at('2030-01-01 12:00:00') \g /dev/null
 select pgqueue.create_queue('dedup-group', group_limit => 1, dedup_window => '0') \g /dev/null
 select pgqueue.enqueue('dedup-group', '"v1"', group_key => 'a', dedup_key => 'k') as waiting_id \gset
 select pgqueue.nack('dedup-group', c.id, c.claim_token, '1 h') from pgqueue.claim('dedup-group') c \g /dev/null
+select pgqueue.enqueue('dedup-group', v, group_key => 'a', dedup_key => 'later', on_duplicate => 'replace') from unnest('{"1","2"}'::jsonb[]) with ordinality as u (v, n) order by n \g /dev/null
+select is_empty($$ select pgqueue.claim('dedup-group') $$, 'a message that is replaced passes no earlier one of its group that waits for its retry');
 select is(pgqueue.enqueue('dedup-group', '"v2"', group_key => 'a', dedup_key => 'k', on_duplicate => 'replace'), :waiting_id::bigint, 'a message of a group that waits for its retry is replaced');
 select is((select c.payload from pgqueue.claim('dedup-group') c), '"v2"', 'a message of a group that is replaced without a delay is ready');
+select pgqueue.nack('dedup-group', m.id, m.claim_token, '1 h') from pgqueue.messages m where m.id = :waiting_id \g /dev/null
+select pgqueue.enqueue('dedup-group', '"v3"', delay => '1 h', group_key => 'a', dedup_key => 'k', on_duplicate => 'replace') \g /dev/null
+select is((select c.payload from pgqueue.claim('dedup-group') c), '2', 'a message that waits for its retry lets the later ones of its group pass when a replacement delays it');
 
 -- publish
 
