@@ -1922,10 +1922,18 @@ begin
     if q.kind is null then
         return false;
     end if;
-    ids := array(
-        select m.id from pgqueue.messages_shared m where m.queue_name = q.name
-            and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
-        order by m.id limit 1000 for update skip locked);
+    begin
+        ids := array(
+            select m.id from pgqueue.messages_shared m where m.queue_name = q.name
+                and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
+            order by m.id limit 1000 for update skip locked);
+    exception when serialization_failure then
+        if pgqueue._has_fixed_snapshot() then
+            perform pgqueue._raise('stale_snapshot', format('queue %L', q.name));
+        end if;
+        -- Since this statement took its snapshot, another claim has moved one of the messages and has committed.
+        return true;
+    end;
     if ids <> '{}' then
         update pgqueue.messages m set kind = q.kind
         from pgqueue._lookup_keys(q.name, ids) k
