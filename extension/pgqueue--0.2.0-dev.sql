@@ -1073,8 +1073,8 @@ begin
             hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
         when 'staged_messages_lost' then raise exception using
             errcode = 'PQ010',
-            message = format('run %s staged %s in partition %s, and %s there', args[1], pgqueue._with_number(args[3]::bigint, 'message'),
-                coalesce(args[2], 'unknown'), args[4] || case args[4] when '1' then ' is' else ' are' end),
+            message = format('run %s has %s in %s, not %s', args[1], pgqueue._with_number(args[4]::bigint, 'staged message'),
+                coalesce('partition ' || args[2], 'an unknown partition'), args[3]),
             detail = 'Nothing was sent.',
             hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
         when 'schedule_not_found' then raise exception using

@@ -251,8 +251,8 @@ begin
     -- A rollback, and commits that fail, take no key.
     return next is(pg_temp.failed(queue, '{1,2}', '{2}', 'raise sqlstate ''XX001'' using message = ''rolled back'''), 'XX001 rolled back', queue || ': a transaction with a sink_commit of dedup_keys is rolled back');
     return next alike(pg_temp.failed(queue, '{1,12345678901}', '{2}'), 'PQ003 row 2 of partition 3: payload of 11 bytes%', queue || ': sink_commit refuses a payload over the limit beside dedup_keys');
-    return next alike(pg_temp.failed(queue, '{1,2}', '{3}'), 'PQ010 % in partition 3, and 2 are there', queue || ': sink_commit refuses a count that is too high for messages with dedup_keys');
-    return next alike(pg_temp.failed(queue, '{1,2}', '{1}'), 'PQ010 % in partition 3, and 2 are there', queue || ': sink_commit refuses a count that is too low for messages with dedup_keys');
+    return next alike(pg_temp.failed(queue, '{1,2}', '{3}'), 'PQ010 % has 2 staged messages in partition 3, not %', queue || ': sink_commit refuses a count that is too high for messages with dedup_keys');
+    return next alike(pg_temp.failed(queue, '{1,2}', '{1}'), 'PQ010 % has 2 staged messages in partition 3, not %', queue || ': sink_commit refuses a count that is too low for messages with dedup_keys');
     run := gen_random_uuid();
     first := pg_temp.staged_keys(queue, run, 0, '{18,19}', '{x,y}');
     perform pgqueue.sink_commit(run, array[first], '{2}');
@@ -310,21 +310,21 @@ from (values
 -- Missing and surplus messages.
 select pg_temp.staged('sink', pg_temp.run(10), 4, 1, '{1,2,3}') as token \gset
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{4}'', ''lost'', 1)', pg_temp.run(10), :'token')),
-    format('PQ010 run %s staged 4 messages in partition 4, and 3 are there', pg_temp.run(10)), 'sink_commit refuses a count that is higher than the number of staged messages');
+    format('PQ010 run %s has 3 staged messages in partition 4, not 4', pg_temp.run(10)), 'sink_commit refuses a count that is higher than the number of staged messages');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'', ''lost'', 1)', pg_temp.run(10), :'token')),
-    format('PQ010 run %s staged 2 messages in partition 4, and 3 are there', pg_temp.run(10)), 'sink_commit refuses a count that is lower than the number of staged messages');
+    format('PQ010 run %s has 3 staged messages in partition 4, not 2', pg_temp.run(10)), 'sink_commit refuses a count that is lower than the number of staged messages');
 select pgqueue.sink_stage('sink', pg_temp.run(12), 4, 1) as delayed \gset
 insert into pgqueue.staged_messages (token, row_number, payloads, delays) values (:'delayed', 1, '{1,2,3}', '{0,1 h,0}');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'', ''lost'', 1)', pg_temp.run(12), :'delayed')),
-    format('PQ010 run %s staged 2 messages in partition 4, and 3 are there', pg_temp.run(12)), 'sink_commit refuses a count that is lower than the number of staged messages if some are delayed');
+    format('PQ010 run %s has 3 staged messages in partition 4, not 2', pg_temp.run(12)), 'sink_commit refuses a count that is lower than the number of staged messages if some are delayed');
 select is(pgqueue.sink_abort(pg_temp.run(12)), 3::bigint, 'a refused sink_commit leaves all staged messages, including delayed ones');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::uuid[], ''{3,1}'', ''lost'', 1)', pg_temp.run(10), :'token', pg_temp.run(99))),
-    format('PQ010 run %s staged 1 message in partition unknown, and 0 are there', pg_temp.run(10)), 'sink_commit refuses an unknown token');
+    format('PQ010 run %s has 0 staged messages in an unknown partition, not 1', pg_temp.run(10)), 'sink_commit refuses an unknown token');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{3}'', ''lost'', 1)', pg_temp.run(11), :'token')),
-    format('PQ010 run %s staged 3 messages in partition unknown, and 0 are there', pg_temp.run(11)), 'sink_commit refuses a token of another run');
+    format('PQ010 run %s has 0 staged messages in an unknown partition, not 3', pg_temp.run(11)), 'sink_commit refuses a token of another run');
 select pg_temp.staged('sink', pg_temp.run(10), 5, 1, '{4}') as later \gset
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::uuid[], ''{2,2}'', ''lost'', 1)', pg_temp.run(10), :'later', :'token')),
-    format('PQ010 run %s staged 2 messages in partition 5, and 1 is there', pg_temp.run(10)), 'sink_commit names the first of several tokens whose count is wrong');
+    format('PQ010 run %s has 1 staged message in partition 5, not 2', pg_temp.run(10)), 'sink_commit names the first of several tokens whose count is wrong');
 delete from pgqueue.staged_attempts a where a.token = :'later';
 delete from pgqueue.staged_messages s where s.token = :'later';
 select is(row(pg_temp.sent('sink'), pg_temp.left_over(pg_temp.run(10)))::text, row('{}'::jsonb[], '{1,3}'::bigint[])::text, 'a refused sink_commit sends nothing and deletes nothing');
@@ -339,7 +339,7 @@ select pgqueue.sink_stage('sink', pg_temp.run(20), 0, 1) as alices \gset
 insert into pgqueue.staged_messages (token, row_number, payloads) values (:'alices', 1, '{"\"alice\""}');
 set local session authorization pgqueue_test_sink_bob;
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{1}'', ''bob'', 1)', pg_temp.run(20), :'alices')),
-    format('PQ010 run %s staged 1 message in partition unknown, and 0 are there', pg_temp.run(20)), 'sink_commit refuses a token of another role');
+    format('PQ010 run %s has 0 staged messages in an unknown partition, not 1', pg_temp.run(20)), 'sink_commit refuses a token of another role');
 select is(pgqueue.sink_abort(pg_temp.run(20)), 0::bigint, 'sink_abort does not delete rows that another role staged');
 select is(pg_temp.raised(w.statement), '42501 permission denied for table ' || w.name, w.sentence)
 from (values
@@ -376,7 +376,7 @@ select is((select row(d.severity, d.detail, d.repair)::text from pgqueue.doctor(
 select is(pgqueue.sweep_staged('25 h'), 1::bigint, 'sweep_staged deletes rows whose token was never returned by sink_stage');
 select is(pgqueue.sweep_staged(), 2::bigint, 'sweep_staged deletes messages that were staged a day ago');
 select is(pg_temp.left_over(pg_temp.run(30)) || pg_temp.left_over(pg_temp.run(31)), '{0,0,1,1}', 'sweep_staged leaves rows of younger runs');
-select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'')', pg_temp.run(30), :'old')), format('PQ010 run %s staged 2 messages in partition unknown, and 0 are there', pg_temp.run(30)), 'sink_commit of a run that sweep_staged deleted raises an error');
+select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'')', pg_temp.run(30), :'old')), format('PQ010 run %s has 0 staged messages in an unknown partition, not 2', pg_temp.run(30)), 'sink_commit of a run that sweep_staged deleted raises an error');
 select is(pg_temp.raised(format('insert into pgqueue.staged_messages (token, row_number, payloads) values (%L, 1, array[null]::jsonb[])', pg_temp.run(30))), '22023 row 1 of partition unknown: invalid payload: null', 'staging an invalid row under a deleted token raises the error for the invalid row');
 
 -- Deleting old rows of sink_commits.

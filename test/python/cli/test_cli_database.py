@@ -287,9 +287,9 @@ def test_dsn_has_forms_for_other_libraries(given: str, url: str, jdbc: str | Non
     assert in_process(given, "dsn", "--tcp").status == 2
     assert in_process(given, "dsn", "--url", "--env").status == 2
     left_out = in_process("host=db gssencmode=disable keepalives=1", "dsn", "--env")
-    assert left_out.err == "pgqueue: the environment has no place for keepalives\n"
+    assert left_out.err == "pgqueue: left out: the environment cannot hold keepalives\n"
     left_out = in_process("host=db gssencmode=disable keepalives=1", "dsn", "--jdbc")
-    assert left_out.err == "pgqueue: JDBC has no place for gssencmode, keepalives\n"
+    assert left_out.err == "pgqueue: left out: JDBC cannot hold gssencmode, keepalives\n"
 
 
 def test_dsn_by_tcp_needs_the_password_and_is_for_this_host_only(home: Path) -> None:

@@ -106,7 +106,7 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the differences.")] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Drop what the file does not have.")] = False,
 ) -> None:
-    """Make queues, subscriptions and schedules those of a file.
+    """Create and change queues and schedules as a file says.
 
     Shows the differences, then makes all changes or none. Several processes may do it at the same time. What the file
     does not name stays. --prune drops queues or schedules that the file does not name if it has a table of them, and

@@ -113,7 +113,7 @@ def _variables(session: Session, values: Mapping[str, str]) -> dict[str, str]:
 
 def _note_missing(session: Session, where: str, values: Iterable[str], known: Container[str]) -> None:
     if missing := sorted(name for name in values if name not in known):
-        session.note(f"{where} has no place for {', '.join(missing)}")
+        session.note(f"left out: {where} cannot hold {', '.join(missing)}")
 
 
 def stop(session: Session) -> None:
