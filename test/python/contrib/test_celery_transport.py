@@ -249,7 +249,7 @@ def test_tasks_are_sent_in_the_transaction_of_the_caller(
         app.connection_for_write() as broker,
         psycopg.connect(database) as caller,
     ):
-        app.send_task("shop.add", (1, 2), connection=broker)
+        app.send_task("shop.add", ("\0", "\ud800"), connection=broker)  # PostgreSQL stores them in bodies only
         with transaction_of(caller):
             app.send_task("shop.add", (3, 4), connection=broker)
         assert stored.stats().ready_messages == 1
@@ -265,12 +265,15 @@ def test_tasks_are_sent_in_the_transaction_of_the_caller(
 
 
 def test_sql_can_send_a_task(database: str, name: str, connection: psycopg.Connection[Any]) -> None:
-    queue = Queue(name)
+    queue, sender = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
         identity = uuid4()
         headers = {"headers": {"task": "shop.add"}}
-        pgqueue.Queue(connection, name).enqueue([[1, 2], {}, {}], headers=headers, message_id=identity)
-        drain(broker, lambda: consumer.messages)
+        # Celery would end at what is no task.
+        for payload, given_headers in (({"order_id": 1}, headers), ("x", headers), ("y", {"headers": [1]})):
+            sender.enqueue(payload, headers=given_headers)
+        sender.enqueue([[1, 2], {}, {}], headers=headers, message_id=identity)
+        drain(broker, lambda: consumer.messages and sender.stats().dead_messages == 3)
         [message] = consumer.messages
         assert (message.payload, message.headers) == ([[1, 2], {}, {}], {"task": "shop.add", "id": str(identity)})
         assert message.properties["correlation_id"] == str(identity)

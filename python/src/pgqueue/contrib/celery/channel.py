@@ -54,7 +54,8 @@ def transaction_of(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
 def _rank(message: Message) -> int:
     """The order among messages that were taken together. One claim in ten takes the oldest ones first."""
-    return -((message.headers or {}).get("pgqueue.priority") or 0)
+    rank = message.headers.get("pgqueue.priority") if isinstance(message.headers, dict) else None
+    return -rank if isinstance(rank, int) else 0
 
 
 class Channel(virtual.Channel):
@@ -255,14 +256,23 @@ class Channel(virtual.Channel):
 
     def take(self, queue: str, most: int, no_ack: bool) -> list[dict[str, Any]]:
         """Take up to `most` messages of a queue. Those of a consumer that does not acknowledge are deleted at once."""
+        found: list[tuple[Message, Lease | None]]
         if no_ack:
-            messages = self._transport.session.run(_calls.receive(self.name(queue), most))
-            return [to_kombu(message, str(message.id)) for message in sorted(messages, key=_rank)]
+            found = [(each, None) for each in self._transport.session.run(_calls.receive(self.name(queue), most))]
+        else:
+            found = [*self._claims.claim(self.name(queue), most)]
         taken = []
-        for message, lease in sorted(self._claims.claim(self.name(queue), most), key=lambda one: _rank(one[0])):
+        for message, lease in sorted(found, key=lambda one: _rank(one[0])):
             tag = f"{message.id}.{message.claim_token}"
-            self._leases[tag] = lease
-            taken.append(to_kombu(message, tag))
+            try:
+                taken.append(to_kombu(message, tag))
+            except (TypeError, ValueError) as error:  # It would end the worker, and the next one.
+                _logger.error("message %d of queue %s is rejected: %s", message.id, message.queue_name, error)
+                if lease:
+                    self._claims.settle(lease, "reject")
+            else:
+                if lease:
+                    self._leases[tag] = lease
         return taken
 
     def basic_get(self, queue: str, no_ack: bool = False, **_: Any) -> Any:

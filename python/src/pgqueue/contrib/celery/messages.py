@@ -2,20 +2,26 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 from uuid import UUID, uuid4
 
 from kombu.utils.json import dumps
 
+from ...consumer.policy import clean
 from ...message import Message
 from .options import Options
 
 __all__ = ["sent", "to_kombu"]
 
+_SHOWN_CHARACTERS: Final = 8192
+
 
 def sent(message: Mapping[str, Any], priority: int, options: Options) -> dict[str, Any]:
     """The arguments of `enqueue` and `publish` for a message of kombu."""
-    body, properties, headers = message["body"], dict(message["properties"]), message.get("headers") or {}
+    body, properties, headers = message["body"], dict(message["properties"]), dict(message.get("headers") or {})
+    for name in ("argsrepr", "kwargsrepr"):  # what people see of the arguments
+        if isinstance(headers.get(name), str):
+            headers[name] = clean(headers[name], _SHOWN_CHARACTERS)
     for name in ("body_encoding", "delivery_tag"):
         properties.pop(name, None)
     stored = {
@@ -63,10 +69,16 @@ def _message_id(value: Any) -> UUID | None:
 def to_kombu(message: Message, tag: str) -> dict[str, Any]:
     """The message for kombu. A message that SQL has sent needs only the name of the task in its headers,
     `{"headers": {"task": …}}`; its payload is the arguments.
+
+    Raises `TypeError` or `ValueError` if Celery cannot read it.
     """
     stored = message.headers if isinstance(message.headers, dict) else {}
     headers, properties = dict(stored.get("headers") or {}), dict(stored.get("properties") or {})
     if "task" in headers:
+        payload: Any = message.payload
+        is_hybrid = isinstance(payload, dict) and "args" in payload  # as of Celery 3
+        if message.body is None and not is_hybrid and not (isinstance(payload, list) and len(payload) == 3):
+            raise ValueError("its payload is not [arguments, keyword arguments, embedding]")
         task_id = headers.setdefault("id", str(message.message_id or uuid4()))
         properties.setdefault("correlation_id", task_id)
     properties["delivery_tag"] = tag
