@@ -1,5 +1,6 @@
 """Workers of Celery that end, lose the server, or hold many tasks; and other pools."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -46,19 +47,20 @@ def wait_for_more(sent: list[str]) -> None:
     wait_for(lambda: len(sent) > before + 20)
 
 
-def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
-    app: Any, database: str, name: str, tmp_path: Path, connection: Connection
+@pytest.mark.parametrize(("number", "attempts"), [(signal.SIGTERM, [0, 0, 0]), (signal.SIGQUIT, [1, 0, 0, 0])])
+def test_a_worker_that_is_stopped_ends_or_cancels_its_task_and_releases_the_others(
+    app: Any, database: str, name: str, tmp_path: Path, connection: Connection, number: int, attempts: list[int]
 ) -> None:
     queue = pgqueue.Queue(connection, name)
     with worker(database, tmp_path, "-c", "1", task_default_queue=name, task_acks_late=True) as running:
-        task = app.send_task("celery_tasks.sleep", (1,))
+        app.send_task("celery_tasks.sleep", (1 if number == signal.SIGTERM else PATIENCE,))
         wait_for(running.lines)
         for _ in range(3):
             app.send_task("celery_tasks.add", (1, 1))
         wait_for(lambda: queue.stats().inflight_messages == 4)
-        running.stop()
-        assert running.lines()[-1] == f"end {task.id}"
-    assert [message.attempt_count for message in queue.browse()] == [0, 0, 0]
+        running.process.send_signal(number)
+        running.process.wait(PATIENCE)
+    assert [message.attempt_count for message in queue.browse()] == attempts
 
 
 @pytest.mark.parametrize("times", [1, 2])

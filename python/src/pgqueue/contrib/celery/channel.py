@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import psycopg
 from amqp.protocol import queue_declare_ok_t
+from celery.signals import task_received
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
@@ -71,6 +72,7 @@ class Channel(virtual.Channel):
         self._options = connection.options
         self._claims: Claims = connection.claims
         self._leases: dict[str, Lease] = {}  # by delivery tag
+        self.requests: dict[str, Any] = {}  # those of a worker of Celery, by delivery tag
         self._no_ack: set[str] = set()  # queues whose consumer does not acknowledge
 
     # Queues and bindings
@@ -300,9 +302,10 @@ class Channel(virtual.Channel):
         self._settle(delivery_tag, "requeue" if requeue else "reject")
 
     def release(self, tag: str) -> None:
-        """Return a message that is only held: its attempt is not counted."""
+        """Return a message that is held. Its attempt is counted only if its task has begun, and was cancelled."""
+        request = self.requests.pop(tag, None)
         if lease := self._leases.pop(tag, None):
-            self._claims.settle(lease, "release")
+            self._claims.settle(lease, "requeue" if request and request.time_start else "release")
 
     def _restore(self, message: Any) -> None:
         self.release(message.delivery_tag)
@@ -311,6 +314,7 @@ class Channel(virtual.Channel):
         self._restore(message)
 
     def _settle(self, tag: str, action: Any) -> None:
+        self.requests.pop(tag, None)
         if lease := self._leases.pop(tag, None):
             self._claims.settle(lease, action)
         was_full = not self.qos.can_consume()
@@ -325,3 +329,9 @@ class Channel(virtual.Channel):
             if (lease := self._leases.get(tag)) and is_running(task_id):
                 lease.is_wanted = lambda task_id=task_id: is_running(task_id)
                 self.qos.ack(tag)  # It is no longer restored when the channel closes.
+
+
+@task_received.connect  # type: ignore[untyped-decorator]
+def _note_request(request: Any, **_: Any) -> None:
+    if isinstance(channel := request.message.channel, Channel):
+        channel.requests[request.message.delivery_tag] = request
