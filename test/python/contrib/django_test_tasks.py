@@ -15,6 +15,7 @@ except ImportError:
 
 from shop.models import Order
 
+import pgqueue
 from pgqueue.contrib.django import queue
 
 __all__ = ["TaskResultDoesNotExist", "task_enqueued", "task_finished", "task_started"]
@@ -33,8 +34,10 @@ async def order_async(article: str) -> int:
 @task(takes_context=True)
 def fail_twice(context: TaskContext) -> int:
     Order.objects.create(article=f"of attempt {context.attempt}")
-    if context.attempt < 3:
-        raise ValueError(f"attempt {context.attempt}")
+    if context.attempt == 1:
+        raise ValueError("attempt 1")
+    if context.attempt == 2:
+        raise pgqueue.Retry from ValueError("attempt 2")
     return int(context.attempt)
 
 

@@ -33,9 +33,9 @@ except ImportError:
     from django_tasks.signals import task_enqueued, task_finished, task_started
     from django_tasks.utils import normalize_json
 
-from ...consumer import Consumer, Delivery, Failure
-from ...consumer.policy import stack_of
-from ...message import Result
+from ...consumer import Consumer, Delivery, Failure, Reject, Retry
+from ...consumer.policy import cause_of, stack_of
+from ...message import Message, Result
 from .client import queue, queues
 from .worker import consumer
 
@@ -211,8 +211,10 @@ def _run(backend: PgqueueBackend, transactional: bool, delivery: Delivery) -> No
                 if not tasks.ack(message.id, message.claim_token):
                     raise RuntimeError("the claim of the message has ended")
                 delivery.settled()
-    except Exception:
+    except Exception as error:
         if not committed:
+            if isinstance(error, (Retry, Reject)):  # The consumer calls no policy for these.
+                _add_error(backend, message, cause_of(error))
             raise
         logger.exception("a function that task %s gave to transaction.on_commit failed", result.task.module_path)
     if ended is not None:
@@ -221,15 +223,16 @@ def _run(backend: PgqueueBackend, transactional: bool, delivery: Delivery) -> No
 
 def _note_failure(backend: PgqueueBackend, failure: Failure) -> None:
     """Add the error to the result, in the transaction of what follows."""
-    message, error = failure.delivery.message, failure.exception
-    kind = type(error)
-    note = {
-        "type": f"{kind.__module__}.{kind.__qualname__}",
-        "traceback": stack_of(error),
-    }
-    found = queue(message.queue_name, backend.database).update_result(message.id, "ready", error=note)
+    error = failure.exception
+    found = _add_error(backend, failure.delivery.message, error)
     if found is not None:
         transaction.on_commit(partial(_tell_if_failed, backend, found.message_id, error), using=backend.database)
+
+
+def _add_error(backend: PgqueueBackend, message: Message, error: BaseException) -> Result | None:
+    kind = type(error)
+    note = {"type": f"{kind.__module__}.{kind.__qualname__}", "traceback": stack_of(error)}
+    return queue(message.queue_name, backend.database).update_result(message.id, "ready", error=note)
 
 
 def _tell_if_failed(backend: PgqueueBackend, message_id: UUID, error: BaseException) -> None:
