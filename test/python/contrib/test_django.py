@@ -294,17 +294,24 @@ def test_an_asynchronous_handler_has_the_transaction() -> None:
     assert shipments() == 1
 
 
-def test_without_a_transaction_the_handler_has_the_connection_of_its_thread(shop: Shop) -> None:
+def test_without_a_transaction_the_handler_has_the_connection_of_its_thread(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def handle(delivery: pgqueue.Delivery) -> None:
         assert delivery.connection is None
         with transaction.atomic():
             ship(delivery)
+        pids.append(connections["default"].connection.info.backend_pid)
         with shop.connect() as beside:
-            assert value(beside, "select count(*) from shop_shipment") == 1
+            assert value(beside, "select count(*) from shop_shipment") == len(pids)
+            beside.execute("select pg_terminate_backend(%s, 60000)", pids[-1:])  # The connection breaks while idle.
 
+    pids: list[int] = []
+    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", None)
     new_order()
-    handled(consumer("orders", handle, transactional=False))
-    assert queue("orders").stats().dead_messages == 0
+    new_order()
+    handled(working := consumer("orders", handle, transactional=False, concurrency=1), 2)
+    assert working.stats.failed == 0
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 from asgiref.sync import async_to_sync
 from django.db import DEFAULT_DB_ALIAS, close_old_connections, connections, reset_queries, transaction
 
+from ..._connections import is_broken
 from ..._tasks import is_async
 from ...consumer import Consumer, Decision, Delivery, Event, Failure
 from ...consumer.connections import DEFAULTS
@@ -121,7 +122,10 @@ class _Surroundings:
     @contextmanager
     def _connections_of_thread(self) -> Iterator[None]:
         """Close connections of this thread that have broken or are too old, as Django does around a request."""
-        self._idle.difference_update(connections.all(initialized_only=True))
+        for own in connections.all(initialized_only=True):
+            self._idle.discard(own)
+            if hasattr(own.connection, "pgconn") and is_broken(own.connection):  # Django would notice it too late.
+                own.close()
         close_old_connections()
         reset_queries()
         try:
