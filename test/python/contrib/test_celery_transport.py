@@ -42,11 +42,8 @@ def test_different_names_stay_different(texts: list[str]) -> None:
 
 
 def test_common_names_stay_as_they_are() -> None:
-    assert [encoding.queue_name("app-", name) for name in ("celery", "high_priority-2", "Ä.b")] == [
-        "app-celery",
-        "app-high_priority-2",
-        "app-_xc3_x84_x2eb",
-    ]
+    names = [encoding.queue_name("app-", name) for name in ("celery", "high_priority-2", "Ä.b")]
+    assert names == ["app-celery", "app-high_priority-2", "app-_xc3_x84_x2eb"]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,7 @@ def test_a_message_that_no_queue_gets_is_dropped_unless_it_is_a_task(database: s
 def test_at_most_the_prefetch_count_is_held_and_what_is_held_is_released_without_an_attempt(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:
-    queue = Queue(name)
-    stored = pgqueue.Queue(connection, name)
+    queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker:
         for number in range(5):
             send(broker, number, queue)
@@ -146,8 +142,7 @@ def test_a_requeued_message_is_redelivered_and_a_rejected_one_is_a_dead_letter(
 def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:
-    queue = Queue(name)
-    stored = pgqueue.Queue(connection, name)
+    queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database, visibility_timeout=15) as broker, Collecting(broker, queue) as consumer:
         send(broker, "x", queue)
         drain(broker, lambda: consumer.messages)
@@ -163,14 +158,16 @@ def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
 def test_an_acknowledgement_survives_the_loss_of_all_connections(
     database: str, name: str, connection: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = Queue(name)
-    stored = pgqueue.Queue(connection, name)
+    queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
         send(broker, "x", queue)
         drain(broker, lambda: consumer.messages)
         session = broker.transport.session
         reachable, session.conninfo = session.conninfo, "host=/nowhere"
-        end_connections(connection)
+        connection.execute(
+            "select pg_terminate_backend(pid, 60000) from pg_stat_activity"
+            " where application_name = 'celery' and datname = current_database()"
+        )
         consumer.messages[0].ack()
         wait_for(lambda: session._connection is None)  # The thread has tried.
         session.conninfo = reachable
@@ -179,13 +176,6 @@ def test_an_acknowledgement_survives_the_loss_of_all_connections(
             broker.drain_events(timeout=60)
         assert isinstance(psycopg.OperationalError(), broker.connection_errors)
     assert "claims had ended" not in caplog.text
-
-
-def end_connections(connection: psycopg.Connection[Any]) -> None:
-    connection.execute(
-        "select pg_terminate_backend(pid, 60000) from pg_stat_activity"
-        " where application_name = 'celery' and datname = current_database()"
-    )
 
 
 def test_a_queue_of_a_process_that_is_gone_is_dropped_although_it_gets_messages(
@@ -267,8 +257,7 @@ def test_tasks_are_sent_in_the_transaction_of_the_caller(
 def test_sql_can_send_a_task(database: str, name: str, connection: psycopg.Connection[Any]) -> None:
     queue, sender = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
-        identity = uuid4()
-        headers = {"headers": {"task": "shop.add"}}
+        identity, headers = uuid4(), {"headers": {"task": "shop.add"}}
         # Celery would end at what is no task.
         for payload, given_headers in (({"order_id": 1}, headers), ("x", headers), ("y", {"headers": [1]})):
             sender.enqueue(payload, headers=given_headers)
@@ -345,8 +334,6 @@ def test_the_transport_can_be_named_by_its_module(database: str) -> None:
     with Connection(url, transport="pgqueue.contrib.celery:Transport") as broker:
         assert isinstance(broker.transport, Transport)
         broker.connect()
-
-
-def test_passwords_are_not_shown() -> None:
+    # Passwords are not shown.
     assert Transport.as_uri("pgqueue://me:secret@host:5432/db") == "pgqueue://me:**@host:5432/db"
     assert Connection("pgqueue://me:secret@host/db").as_uri() == "pgqueue://me:**@host/db"
