@@ -337,3 +337,4 @@ def test_the_transport_can_be_named_by_its_module(database: str) -> None:
     # Passwords are not shown.
     assert Transport.as_uri("pgqueue://me:secret@host:5432/db") == "pgqueue://me:**@host:5432/db"
     assert Connection("pgqueue://me:secret@host/db").as_uri() == "pgqueue://me:**@host/db"
+    assert Transport.as_uri("pgqueue://host/db?password=secret&user=me") == "pgqueue://host/db?password=**&user=me"

@@ -1,6 +1,7 @@
 """The transport of kombu: connections, the wait for messages, the event loop of Celery's worker."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -104,9 +105,12 @@ class Transport(virtual.Transport):
     @classmethod
     def as_uri(cls, uri: str, include_password: bool = False, mask: str = "**") -> str:
         """The URL of the broker for logs."""
-        parts = urlsplit(uri)
-        if include_password or not parts.password:
+        if include_password:
             return uri
+        shown = re.sub("(?<=password=)[^&]*", mask, uri)
+        parts = urlsplit(shown)
+        if not parts.password:
+            return shown
         user, _, host = parts.netloc.rpartition("@")
         return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:{mask}@{host}"))
 
