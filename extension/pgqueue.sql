@@ -351,8 +351,8 @@ comment on column pgqueue.result.reason is
 'why the message is gone without an outcome: the reason of the dead letter, or removed; null otherwise';
 comment on column pgqueue.result.attempt_count is 'how many attempts have begun';
 comment on column pgqueue.result.workers is 'the consumers of the last 100 attempts';
-comment on column pgqueue.result.started_at is 'when the first attempt began; null: none has';
-comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null: none has';
+comment on column pgqueue.result.started_at is 'when the first attempt began; null before';
+comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null before the first';
 comment on column pgqueue.result.finished_at is 'when it ended; null: it has not, or its message was removed';
 comment on column pgqueue.result.expires_at is 'when it is deleted, unless its message is still there';
 
@@ -3699,7 +3699,7 @@ comment on function pgqueue._read_messages is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
--- Reads the removed rows of a page at once, by a bitmap. It reads all living rows, too: so it serves small ranges.
+-- Reads the removed rows of a page at once, by a bitmap. As it reads all living rows, too, call it for small ranges.
 create function pgqueue._living_ids(queue_name text, from_id bigint, below_id bigint, in_all_tables boolean)
 returns bigint[] language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_indexscan = off set enable_bitmapscan = on set jit = off as $$
@@ -4077,7 +4077,7 @@ begin
             slice_ids := (pgqueue._fetch_slice(spent)).ids;
             exit when slice_ids = '{}';
             slices_left := slices_left - 1;
-            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            -- A message is returned as columns: one value would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
             select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q.name, q.kind, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
@@ -4100,8 +4100,8 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_spent_messages is
-'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
-gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
+'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. With
+max_slices, which claims pass, it also ends after that many slices, or 50 ms after at.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[] language plpgsql stable as $$
@@ -6475,8 +6475,8 @@ begin
                     id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
                     claimed_by, last_error, transport_headers, due_at
                 )
-                -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-                -- would scan the dead index entries of all messages already taken.
+                -- Each message gets a due time of its own, because a claim continues at the last due time. With equal
+                -- times it would scan the dead index entries of all messages already taken.
                 select r.*, pgqueue._clamp_due_at(
                     slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond')
                 from revived r
@@ -8286,8 +8286,7 @@ end;
 $$;
 
 -- Does what maintain_archive does, and a part of that at a commit: until then, a truncated day would block every reader
--- of the whole archive. No two sessions do it at the same time: maintain_archive has taken the lock, and a commit does
--- not wait for it.
+-- of the whole archive. Only the session with the lock does it: maintain_archive waits for the lock, a commit does not.
 create function pgqueue._at_housekeeping_archive(at timestamptz, is_commit boolean default true)
 returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare

@@ -95,8 +95,7 @@ end;
 $$;
 
 -- Does what maintain_archive does, and a part of that at a commit: until then, a truncated day would block every reader
--- of the whole archive. No two sessions do it at the same time: maintain_archive has taken the lock, and a commit does
--- not wait for it.
+-- of the whole archive. Only the session with the lock does it: maintain_archive waits for the lock, a commit does not.
 create or replace function pgqueue._at_housekeeping_archive(at timestamptz, is_commit boolean default true)
 returns setof pgqueue.archive_change language plpgsql volatile as $$
 declare

@@ -132,8 +132,8 @@ begin
                     id, queue_name, enqueued_at, attempt_count, max_attempts, message_id, payload, body, headers,
                     claimed_by, last_error, transport_headers, due_at
                 )
-                -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-                -- would scan the dead index entries of all messages already taken.
+                -- Each message gets a due time of its own, because a claim continues at the last due time. With equal
+                -- times it would scan the dead index entries of all messages already taken.
                 select r.*, pgqueue._clamp_due_at(
                     slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond')
                 from revived r

@@ -89,7 +89,7 @@ begin
             slice_ids := (pgqueue._fetch_slice(spent)).ids;
             exit when slice_ids = '{}';
             slices_left := slices_left - 1;
-            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            -- A message is returned as columns: one value would be detoasted, and compressed again.
             insert into pgqueue.dead_messages
             select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q.name, q.kind, slice_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
@@ -112,8 +112,8 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_spent_messages is
-'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. A claim
-gives max_slices: then it ends after that many slices, or 50 ms after at, too.';
+'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. With
+max_slices, which claims pass, it also ends after that many slices, or 50 ms after at.';
 
 create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[] language plpgsql stable as $$

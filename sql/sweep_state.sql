@@ -122,7 +122,7 @@ comment on function pgqueue._read_messages is
 'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
 among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
--- Reads the removed rows of a page at once, by a bitmap. It reads all living rows, too: so it serves small ranges.
+-- Reads the removed rows of a page at once, by a bitmap. As it reads all living rows, too, call it for small ranges.
 create or replace function pgqueue._living_ids(queue_name text, from_id bigint, below_id bigint, in_all_tables boolean)
 returns bigint[] language plpgsql stable set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_indexscan = off set enable_bitmapscan = on set jit = off as $$

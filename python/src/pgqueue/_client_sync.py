@@ -611,9 +611,9 @@ class Queue(_Calls):
 
         `name` has 1 to 255 characters and is unique in the database. `cron` has five fields: minute, hour, day of
         month, month, day of week; or it is `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`. `time_zone` (UTC)
-        is a name such as `Europe/Paris`. While `paused` (false), the schedule has no ticks, and None is returned. Ticks
-        that nobody claimed are made up for once, by one message; without `catch_up` (true) a message that is not
-        finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
+        is a name such as `Europe/Paris`. While `paused` (false), the schedule has no ticks, and None is returned. One
+        message makes up for all ticks that nobody claimed. Without `catch_up` (true), a message expires if it is not
+        finished at the next tick. The headers of a message also have `pgqueue.schedule`, the name, and
         `pgqueue.scheduled_for`, the time of the tick. In a queue with `priorities`, messages have the `priority` (0 to
         9, the highest), and in a queue with `group_limit` the `group_key`; both become `headers` of the schedule.
         With `if_not_exists` (false) an existing schedule of this queue stays unchanged, and the time of its next tick

@@ -92,7 +92,7 @@ class _Change:
             yield name if name in _SECRET else f"{name} {values}"
 
     def record(self) -> dict[str, Any]:
-        """The change as JSON. The values of secrets are not among it."""
+        """The change as JSON, without the values of secrets."""
         settings = {
             name: {} if name in _SECRET else {"before": before, "after": after}
             for name, (before, after) in self.settings.items()

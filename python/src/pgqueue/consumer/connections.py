@@ -46,7 +46,7 @@ DEFAULTS = {
 
 
 class NoConnection(psycopg.OperationalError):
-    """The user's connection function raised the `cause` of this."""
+    """Raised when the user's connection function raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(f"no connection: {type(cause).__name__}: {cause}")
