@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, Connection, is_empty, wait_for
-from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Source, beside, cut, each_of, prepare
+from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Case, Source, beside, cut, each_of, prepare
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
@@ -161,8 +161,7 @@ def test_the_loss_of_the_listener_is_noticed_at_once(case: Case) -> None:
     listening = "application_name = %s and query ilike 'listen%%'"  # the last that it says before it waits
 
     def listeners() -> set[int]:
-        found = case.execute(f"select pid from pg_stat_activity where {listening}", (case.name,))
-        return {pid for (pid,) in found}
+        return {pid for (pid,) in case.execute(f"select pid from pg_stat_activity where {listening}", (case.name,))}
 
     with case.consuming(peek_delay=600 * SECOND) as run:
         (lost,) = wait_for(listeners)
@@ -207,6 +206,26 @@ def test_a_look_that_may_have_missed_messages_is_repeated(case: Case, monkeypatc
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         queue.enqueue_batch(list(range(60)))
         wait_for(lambda: len(run.returned) == 60)
+
+
+@each_of(MIXED[:2])
+def test_a_message_that_comes_alone_costs_one_claim(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "registration", LONG.total_seconds())
+    queue = case.prepare()
+    with case.consuming(concurrency=1, peek_delay=LONG) as run:
+        consumer: Any = run.consumer
+
+        def is_idle(waits: int) -> bool:  # and what settles, listens and ends the run waits, too
+            return (consumer.stats.waits, len(consumer._runtime._waiters)) == (waits, 4)
+
+        wait_for(lambda: is_idle(1))
+        before = consumer.stats.receives
+        queue.enqueue(1)
+        wait_for(lambda: is_idle(2))
+        assert consumer.stats.receives == before + 1
+        queue.enqueue_batch([2] * 20)
+        wait_for(lambda: is_idle(4))
+        assert len(run.returned) == 21
 
 
 @each_of([PAIR[0], OTHER_PAIR[0]])

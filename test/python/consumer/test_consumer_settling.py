@@ -42,10 +42,6 @@ def claimed(number: int, token: UUID = TOKEN) -> ClaimedMessage:
     return ClaimedMessage(testing.message(1, id=number, claim_token=token))
 
 
-def circuit(parts: Runtime) -> str:
-    return parts.stats.circuit
-
-
 async def turn_until(happened: Callable[[], Any]) -> None:
     """Let other tasks run until something has happened."""
     async with asyncio.timeout(PATIENCE):
@@ -57,9 +53,9 @@ def test_one_handler_runs_while_the_circuit_is_open() -> None:
     parts = runtime(circuit_breaker_after=timedelta(0))
     assert parts.limit == 4
     parts.failed("claim", psycopg.OperationalError("down"))
-    assert (circuit(parts), parts.limit) == ("open", 1)
+    assert (parts.stats.circuit, parts.limit) == ("open", 1)
     parts.succeeded("connection")
-    assert (circuit(parts), parts.limit) == ("closed", 4)
+    assert (parts.stats.circuit, parts.limit) == ("closed", 4)
 
 
 async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted(
@@ -221,13 +217,6 @@ async def test_a_call_whose_transaction_commits_when_its_time_is_over_is_not_giv
 
 REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
-
-
-def failed(message: ClaimedMessage) -> Result:
-    """The outcome in receive mode."""
-    return Result(message, State.RELEASED, statement=asked(b"record"))
-
-
 LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
 
 
@@ -258,7 +247,7 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(ca
     assert [one.is_recorded for one in held] == [True, True, True, False]
     await asyncio.sleep(0)
     assert not recording.done()
-    desk.claims.queue({held[3]: failed(held[3])})
+    desk.claims.queue({held[3]: Result(held[3], State.RELEASED, statement=asked(b"record"))})
     await desk.claims.flush()
     await recording
     assert desk.criticals == ["1 message could not be settled: it will be delivered again"]

@@ -172,10 +172,17 @@ class Poller:
                     continue
                 if time.monotonic() > self._info_due_at:
                     await self._look_at_queues()
+                was_idle = runtime.stats.listening and self._due_at is not None
                 if runtime.has_news:
                     runtime.has_news, self._due_at = False, None
                 taken, has_more = await take(free_slots)
+                came_alone = was_idle and has_more and not self._ready
                 self._note(taken)
+                if came_alone:  # as it seems: to prepare the next wait also tells whether there are more
+                    await runtime.wait_until(lambda: self._is_called() or self._claimable_count() > 0)
+                    if not self._is_called():
+                        await self._prepare_wait(free_slots)
+                        has_more = self._ready > 0
                 if not has_more:
                     await self._wait(free_slots)
                 else:  # More handlers may end in a moment, for which one claim is enough, until half of them are free.
