@@ -16,10 +16,10 @@ from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer, _tasks
-from pgqueue._connections import connect_async
+from pgqueue._connections import connect_async, execute_command
 from pgqueue._coroutines import done
 from pgqueue._listener import NotificationListener
-from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, execute_command, is_idle
+from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, is_idle
 from pgqueue.consumer.timings import timings
 
 

@@ -60,7 +60,7 @@ class Claims:
         """
         now = time.monotonic()
         names, wanted = self.queue_names, min(wanted, self._portion)  # which is at most `MOST_MESSAGES`
-        terms = wanted, self.visibility_timeout, self._settings.claimed_by or ""
+        terms = wanted, self.visibility_timeout, self._settings.stored_name
         call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
         try:
             rows = await self._runtime.run(call, "claim")
@@ -247,7 +247,7 @@ class Claims:
         _, state, *_, statement = due[messages[0]]
         try:
             call: Bound[Any] = statement or _TOGETHER[state](*claims_of(messages))
-            answers = await self.answers_to(self._run, call, is_locked)
+            answers = await self.answers_to(partial(self._runtime.run, kind="settle"), call, is_locked)
         except Exception as error:
             if is_trouble(error):
                 for message in messages:
@@ -282,9 +282,6 @@ class Claims:
     def _end_record(self, message: ClaimedMessage) -> None:
         message.is_recorded = True
         self._runtime.signal()
-
-    async def _run(self, call: Bound[T]) -> list[T]:
-        return await self._runtime.run(call, "settle")
 
 
 class Extension:

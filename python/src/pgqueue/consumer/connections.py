@@ -26,7 +26,6 @@ from .._adapters import Adapters, AsyncOwnCursor, JsonLoads, OwnCursor, client_a
 from .._calls import Bound
 from .._client_rows import read_leniently
 from .._connections import complete_conninfo, correction_statement, is_broken, set_up
-from .._connections import execute_command as execute_command
 from .._coroutines import done
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
@@ -46,11 +45,7 @@ DEFAULTS = {
 
 
 class NoConnection(psycopg.OperationalError):
-    """Raised when the user's connection function raised `cause`."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(f"no connection: {type(cause).__name__}: {cause}")
-        self.cause = cause
+    """Raised from an error of the user's connection function, which is its cause."""
 
 
 # Opening
@@ -296,7 +291,7 @@ class ConnectionPool:
         except (psycopg.Error, OSError):
             raise
         except Exception as error:  # of the user's function: it is not the fault of a message
-            raise NoConnection(error) from error
+            raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
         if self._is_closed:
             await done(connection.close())
             raise psycopg.OperationalError("connected too late: the consumer has stopped")

@@ -23,8 +23,6 @@ from .runtime import Runtime
 from .settings import AsyncHandler, AsyncMiddleware, Handler, Middleware, Settings, check_integer
 from .workers import ThreadWorkers, Workers
 
-__all__ = ["AsyncConsumer", "Consumer"]
-
 AnyConnection = Connection[object] | AsyncConnection[object]
 
 
@@ -132,8 +130,6 @@ class _Base(Settings):
     def _begin(self) -> None:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
-        if not self._is_named:  # The process may have been forked since.
-            self.claimed_by = self._own_name()
         self._found, self._ended = Future(), Future()
         self._error, self._thread, self._runs_in = None, threading.current_thread(), os.getpid()
 

@@ -90,11 +90,6 @@ class ClaimedMessage:
         """Whether the work of the handler does not count: the claim is lost, or the call was cancelled."""
         return self.state is State.LOST or (self.call is not None and self.call.is_cancelled)
 
-    @property
-    def is_last_attempt(self) -> bool:
-        """Whether a failure of this attempt makes a dead letter."""
-        return self.message.attempt_count >= self.message.max_attempts
-
     def become(self, state: State) -> None:
         """Enter a state. Raises `IllegalTransition`."""
         if not self.try_become(state):
@@ -285,12 +280,8 @@ class Delivery:
         self._claimed.is_settled_by_handler = True
 
 
-_argument: "ContextVar[Delivery | list[Delivery] | Failure | None]" = ContextVar("pgqueue_argument", default=None)
-
-
-def note_argument(argument: Any) -> None:
-    """Note what the function of the user gets that is called next in this context."""
-    _argument.set(argument)
+# What the function of the user has got that was called last in this context.
+latest_argument: "ContextVar[Delivery | list[Delivery] | Failure | None]" = ContextVar("pgqueue_argument", default=None)
 
 
 def current_delivery() -> Delivery | None:
@@ -298,7 +289,7 @@ def current_delivery() -> Delivery | None:
 
     Code that a handler calls can ask for it, also on another thread to which the context is copied.
     """
-    argument = _argument.get()
+    argument = latest_argument.get()
     if isinstance(argument, Failure):
         return argument.delivery
     return argument[0] if isinstance(argument, list) else argument

@@ -85,7 +85,6 @@ class Poller:
         if not claims.is_settled:
             runtime.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
         runtime.stats.prefetched = 0
-        runtime.stats.listening = False
 
     async def _listen(self) -> None:
         """Listen endlessly, on one connection after another. Where that fails the consumer polls, and says so once."""
@@ -135,7 +134,7 @@ class Poller:
                 await self._look_at_queues(is_first=True)
                 break
             except NoConnection as error:
-                runtime.stop_with(error.cause)
+                runtime.stop_with(error.__cause__ or error)
             except (psycopg.Error, OSError) as error:
                 if not is_trouble(error):
                     runtime.stop_with(error)

@@ -41,7 +41,7 @@ class Runtime:
         self._failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
         self.has_news = False  # The queue may have messages that the last look has not seen.
-        self.error: Exception | None = None  # why the consumer stops by itself
+        self.error: BaseException | None = None  # why the consumer stops by itself
         self.grace = settings.grace_period.total_seconds()
         self.on_signal: Callable[[], None] = lambda: None  # what does not need a task of its own
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -63,7 +63,7 @@ class Runtime:
         """Whether to cancel the handlers."""
         return self.stops > 1
 
-    def stop_with(self, error: Exception) -> None:
+    def stop_with(self, error: BaseException) -> None:
         """Stop the consumer, which then raises an error."""
         self.error = self.error or error
         self.stops = max(self.stops, 1)

@@ -126,13 +126,9 @@ class Settings:
         if len(set(self.queue_names)) < len(self.queue_names) or len(self.also) >= _MOST_QUEUES:
             text = f"must be up to {_MOST_QUEUES - 1} names of other queues than {self.queue_name!r}, each once"
             raise ValueError(f"invalid also: {self.also!r:.200}; {text}")
-        self._is_named = bool(self.claimed_by)
-        self.claimed_by = self.claimed_by or self._own_name()
-        if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
-            raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
-
-    def _own_name(self) -> str:
-        return f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
+        name = self.stored_name
+        if clean(name, len(name)) != name:
+            raise ValueError(f"invalid claimed_by: {name!r}; must be a text that PostgreSQL can store")
 
     def _check_functions(self) -> None:
         functions = {name: (getattr(self, name), arguments) for name, arguments in _FUNCTIONS.items()}
@@ -170,6 +166,11 @@ class Settings:
     def queue_names(self) -> list[str]:
         """The queues, in the order of preference."""
         return [self.queue_name, *self.also]
+
+    @property
+    def stored_name(self) -> str:
+        """What is stored in `claimed_by`; by default it has the present process, which may have been forked."""
+        return self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
 
     @property
     def in_transaction(self) -> bool:

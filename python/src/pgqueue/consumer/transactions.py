@@ -47,7 +47,7 @@ def settlement(
     decision = policy.decide(error, answer, attempt, runtime.settings.retries)
     if isinstance(decision, Handled):
         return Result(claimed, State.ACKED, seconds, error, "the policy has handled it", _calls.ack(*claim))
-    dies = claimed.is_last_attempt or (isinstance(decision, Reject) and not is_undone)
+    dies = attempt >= claimed.message.max_attempts or (isinstance(decision, Reject) and not is_undone)
     next_step, record = policy.describe_next_step(decision, dies), _record(runtime, claimed, error, decision, dies)
     after = decision.after if isinstance(decision, Retry) else None
     if is_undone:
@@ -65,7 +65,7 @@ def _record(
 ) -> tuple[str, dict[str, Any]]:
     """The text and the headers about a failure, in ASCII if the encoding of the database lacks characters."""
     text = policy.describe(error, decision)
-    headers = policy.failure_headers(claimed.message, error, runtime.settings.claimed_by or "", dies)
+    headers = policy.failure_headers(claimed.message, error, runtime.settings.stored_name, dies)
     if runtime.connections.stores_all_characters:
         return text, headers
     headers = json.loads(policy.in_ascii(json.dumps(headers, ensure_ascii=False)))
@@ -146,7 +146,7 @@ class Transactions:
     async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt:
         """The same once. Raises a conflict of the handler if `again`; otherwise it is a failed attempt."""
         begin, settings = begin_statement(session.connection), self._settings
-        claim = _calls.begin_and_claim(begin, settings.queue_name, settings.batch_size or 1, settings.claimed_by or "")
+        claim = _calls.begin_and_claim(begin, settings.queue_name, settings.batch_size or 1, settings.stored_name)
         rows = await session.execute(claim)
         messages = [ClaimedMessage(row) for row in rows]
         call.take(messages)

@@ -25,17 +25,11 @@ from psycopg.pq import ExecStatus, TransactionStatus
 from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
+from .._connections import execute_command
 from .._coroutines import done, run_to_end
 from .._tasks import in_thread
-from .connections import (
-    ConnectionFactory,
-    ConnectionPool,
-    execute_command,
-    new_cursor,
-    reset_statements,
-    restore,
-)
-from .delivery import HandlerCall, note_argument
+from .connections import ConnectionFactory, ConnectionPool, new_cursor, reset_statements, restore
+from .delivery import HandlerCall, latest_argument
 from .settings import Settings
 from .timings import timings
 
@@ -141,7 +135,7 @@ class Workers:
         task = asyncio.current_task() if self.is_async else None
         self._calling.add(task)
         call.thread, call.began_at = threading.get_ident(), time.monotonic()
-        note_argument(argument)
+        latest_argument.set(argument)
         try:
             value = function(argument)
             if self.is_async and hasattr(value, "__await__"):
