@@ -7,7 +7,6 @@ import random
 import time
 import uuid
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -76,12 +75,7 @@ class Poller:
         claims.release(self._calls.waiting)
         self._calls.waiting.clear()
         await self._calls.finish()
-        deadline = time.monotonic() + timings.last_settlements
-        while not claims.is_settled and time.monotonic() < deadline:
-            with suppress(psycopg.Error, OSError):
-                await within(deadline - time.monotonic(), claims.flush())
-            if not claims.is_settled:
-                await asyncio.sleep(timings.end_retry)
+        await runtime.wait_until(lambda: claims.is_settled, time.monotonic() + timings.last_settlements)
         if not claims.is_settled:
             runtime.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
         runtime.stats.prefetched = 0
@@ -129,18 +123,15 @@ class Poller:
     async def _begin(self) -> bool:
         """Find the queues, and start what runs beside the polling; returns False if the consumer ends instead."""
         runtime, settings, tasks = self._runtime, self._settings, self._tasks
-        while not runtime.is_stopping:
-            try:
-                await self._look_at_queues(is_first=True)
-                break
-            except NoConnection as error:
-                runtime.stop_with(error.__cause__ or error)
-            except (psycopg.Error, OSError) as error:
-                if not is_trouble(error):
-                    runtime.stop_with(error)
-                else:
-                    runtime.failed("connection", error)
-                    await runtime.pause_after_failure()
+        try:
+            await self._look_at_queues(is_first=True)
+        except NoConnection as error:
+            runtime.stop_with(error.__cause__ or error)
+        except (psycopg.Error, OSError) as error:
+            if is_trouble(error):
+                runtime.failed("connection", error)
+                raise
+            runtime.stop_with(error)
         if runtime.is_stopping:
             return False
         mode = settings.mode + ", transactional" * (settings.transactional and settings.mode == "lease")
