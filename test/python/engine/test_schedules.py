@@ -14,6 +14,8 @@ import pgqueue
 
 MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 WEEKDAYS = ["sun", "mon", "tue", "wed", "thu", "fri", "sat"]
+FIELDS: list[tuple[int, int, list[str]]]
+FIELDS = [(0, 59, []), (0, 23, []), (1, 31, []), (1, 12, MONTHS), (0, 7, WEEKDAYS)]
 
 
 def random_field(chance: random.Random, least: int, most: int, names: list[str]) -> str:
@@ -37,12 +39,6 @@ def random_field(chance: random.Random, least: int, most: int, names: list[str])
     return ",".join(part() for _ in range(chance.choice([1, 1, 1, 2, 3])))
 
 
-def random_cron(chance: random.Random) -> str:
-    fields: list[tuple[int, int, list[str]]]
-    fields = [(0, 59, []), (0, 23, []), (1, 31, []), (1, 12, MONTHS), (0, 7, WEEKDAYS)]
-    return " ".join(random_field(chance, *field) for field in fields)
-
-
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
 @pytest.mark.parametrize(
     ("expressions", "seed"),
@@ -55,7 +51,7 @@ def test_ticks_are_those_of_another_implementation(
     chance = random.Random(new_seed() if seed is None else seed)
     cases: list[tuple[str, datetime, list[datetime]]] = []
     while len(cases) < expressions:
-        cron = random_cron(chance)
+        cron = " ".join(random_field(chance, *field) for field in FIELDS)
         start = datetime(2025, 1, 1, 12, tzinfo=ZoneInfo(zone)) + timedelta(days=chance.randrange(3652))
         try:
             ticks = CronSim(cron, start)

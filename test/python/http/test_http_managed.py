@@ -171,16 +171,12 @@ def test_database_name_chooses_the_database(web: Server) -> None:
         refused(web.post(web.queues, {"name": new_name(), "database_name": hostile}), 422, "database_name")
 
 
-def payload_of(size: int) -> str:
-    """A payload of so many bytes in the form in which PostgreSQL writes it."""
-    return json.dumps({"x": "é" + "a" * (size - 11)}, ensure_ascii=False)
-
-
 def test_a_payload_is_limited_to_256_kb(web: Server, queue: str) -> None:
     path = f"{web.queues}/{queue}/messages"
 
-    def body(size: int) -> bytes:
-        return f'{{"messages": [{{"payload": {{}}}}, {{"payload": {payload_of(size)}}}]}}'.encode()
+    def body(size: int) -> bytes:  # The payload has so many bytes in the form in which PostgreSQL writes it.
+        payload = json.dumps({"x": "é" + "a" * (size - 11)}, ensure_ascii=False)
+        return f'{{"messages": [{{"payload": {{}}}}, {{"payload": {payload}}}]}}'.encode()
 
     error = refused(web.post(path, body(262145)), 413, "messages[1].payload", "262144")
     assert error["value"] == "262145 bytes"
