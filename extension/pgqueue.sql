@@ -11369,6 +11369,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     is_start constant boolean := status = 'running';
     is_end constant boolean := status in ('successful', 'failed');
+    bytes bigint;
     changed pgqueue.results;
 begin
     if id is null then
@@ -11382,7 +11383,12 @@ begin
     elsif worker is not null and not is_start then
         perform pgqueue._raise_invalid('worker', left(worker, 50), 'null unless status is running');
     end if;
-    perform pgqueue._check_content(q, coalesce(value, error, 'null'), null, null);
+    perform pgqueue._check_content(q, coalesce(value, 'null'), null, null);
+    bytes := octet_length(error::text);
+    if bytes > greatest(q.max_payload_bytes, 65536) then
+        perform pgqueue._raise(
+            'payload_too_large', q.name, 'error', bytes::text, greatest(q.max_payload_bytes, 65536)::text);
+    end if;
     if is_start then
         -- An attempt can begin late, when its claim has ended and another one has settled or returned the message. Lock
         -- first: the next statement sees what that one has committed.
@@ -11419,7 +11425,8 @@ comment on function pgqueue.update_result is
 changes nothing while the message is scheduled, and after the end of the result if the message is gone. ready ends an
 attempt that failed and is repeated. successful, with the value, and failed end the result. Call it in the transaction
 of ack, nack or reject: if one of these returns false, roll back. error is added to errors, which keeps the last 20, as
-workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
+workers keeps the last 100. value has at most max_payload_bytes, and error, too, or 65536 if that is more. Raises 22023,
+PQ001, PQ003.';
 
 create function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
 returns setof pgqueue.result language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

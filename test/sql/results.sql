@@ -4,7 +4,7 @@ lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
-select plan(49);
+select plan(51);
 
 select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
 select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
@@ -57,6 +57,8 @@ select throws_ok($$ select pgqueue.update_result('results', null, 'ready') $$, '
 select throws_ok(format($$ select pgqueue.update_result('results', 1, %s) $$, v.arguments), '22023', null, format('update_result refuses %s', v.arguments))
 from (values ('null'), ('''done'''), ('''ready'', ''1'''), ('''running'', error => ''1'''), ('''ready'', worker => ''w''')) v (arguments);
 select throws_ok($$ select pgqueue.update_result('results', 1, 'successful', to_jsonb(repeat('x', 100))) $$, 'PQ003', null, 'a value is as large as a payload may be');
+select is((select count(*) from pgqueue.update_result('results', :number, 'ready', error => to_jsonb(repeat('x', 65000)))), 1::bigint, 'an error may be larger than a payload');
+select throws_ok($$ select pgqueue.update_result('results', 1, 'ready', error => to_jsonb(repeat('x', 65535))) $$, 'PQ003', null, 'an error has a limit, too');
 select count(u) as updated from generate_series(1, 21) n cross join lateral pgqueue.update_result('results', :number, 'ready', error => to_jsonb(n)) u \gset
 select count(u) as updated from generate_series(1, 101) n cross join lateral pgqueue.update_result('results', :number, 'running', worker => n::text) u \gset
 select results_eq(format($$ select jsonb_array_length(r.errors), r.errors ->> -1, cardinality(r.workers), r.workers[100], r.attempt_count from pgqueue.get_result(%L) r $$, :'uuid'),
