@@ -239,6 +239,19 @@ def test_messages_whose_response_exceeds_the_memory_are_released(
     assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
+def test_the_first_claim_of_large_messages_waits_for_its_turn(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
+    """The server has not seen the messages. The attempt that finds out how large the answer is does not count."""
+    queue.send(*["x" * 250_000] * 10)
+    with in_process(web.site.configuration(tmp_path)) as fresh, ThreadPoolExecutor() as others:
+        turn = fresh.app.state.context.databases._large
+        fresh.portal.call(turn.acquire)
+        claiming = others.submit(DirectQueue(fresh, queue.name).claim, max_messages=10)
+        fresh.until(lambda: claiming.done() or turn._waiters)
+        assert not claiming.done()
+        fresh.portal.call(turn.release)
+        assert [each["attempt_count"] for each in claiming.result(PATIENCE)] == [1] * 10
+
+
 def test_a_stopping_server_releases_undelivered_messages_first(
     web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,7 +214,7 @@ class _Pool:
 class Databases:
     """The connections to all databases. A pool is made when it is first used.
 
-    `migrated` are the databases that have the tables of the server, and `large_queues` those that had large messages.
+    `migrated` are the databases that have the tables of the server, and `large_queues` those that had large claims.
     """
 
     def __init__(self, settings: Settings) -> None:

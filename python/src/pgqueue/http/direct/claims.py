@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
+import psycopg
 from msgspec import Struct
 from msgspec.json import decode
 
@@ -25,25 +26,30 @@ _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler
 _MAX_WAIT_SHARE: Final = 0.8
 # Bounded as the other routes bound them: these are the first and the last timestamp of Python.
 _COLUMNS: Final = {
-    "body": "translate(encode(c.body, 'base64'), E'\\n', '')",
+    "body": "translate(encode(c.body, 'base64'), E'\\n', '') as body",
     **{
         name: f"case when c.{name} is not null then replace(text(greatest(least(c.{name},"
-        " '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end"
+        f" '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end as {name}"
         for name in ("enqueued_at", "visible_at", "expires_at", "died_at")
     },
 }
 
 
-def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
-    """The statement for the number of structs and their JSON: PostgreSQL writes it at a tenth of the CPU time."""
-    columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
+def _listing(name: str, struct: Any, function: str, more: str = "", most: str = "null") -> bytes:
+    """The statement for the number of structs and their JSON: PostgreSQL writes it at a tenth of the CPU time.
+
+    If it has more than `most` bytes, it is left open: PostgreSQL refuses it, and undoes what the function has done.
+    """
+    columns = ", ".join(_COLUMNS.get(name, f"c.{name}") for name in struct.__struct_fields__)
     rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
-    listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"
+    items = "string_agg(to_json(m)::text, ', ')"
+    end = f"case when octet_length({items}) > {most} then '' else ']}}' end"
+    listed = f"'{{\"{name}\": [' || coalesce({items}, '') || {end}"
     return f"select count(*), ({listed})::json from {rows}".encode()  # noqa: S608 - constants
 
 
-_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)")
-_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name")
+_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)", most="$5")
+_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name", "$5")
 BROWSE_DEAD_MESSAGES: Final = _listing("dead_messages", DeadLetter, "browse_dead_messages($1, $2, $3)")
 
 
@@ -86,20 +92,30 @@ class _NothingReady(Exception):
 
 
 async def _claim(targets: list[Target], body: Claim) -> Answer | None:
+    """Claim; again in the turn of large requests if the answer is over `LARGE_BYTES`, which only the claim can tell."""
+    known, places = targets[0].call.context.databases.large_queues, [each.place for each in targets]
+    is_known = targets[0].key is not None or not known.isdisjoint(places)
+    try:
+        return await _claim_within(targets, body, is_known and body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES)
+    except psycopg.errors.InvalidTextRepresentation:
+        known.update(places)
+        return await _claim_within(targets, body, True)
+
+
+async def _claim_within(targets: list[Target], body: Claim, is_large: bool) -> Answer | None:
     target = targets[0]
-    call, places = target.call, [each.place for each in targets]
+    call = target.call
     names = body.queue_names if isinstance(body, ClaimAny) else None
     timeout = body.visibility_timeout_seconds
     settings = body.max_messages, None if timeout is None else f"{timeout} s", storable_text(body.claimed_by)
     statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
 
     async def effect(connection: Connection) -> Answer:
-        ((number, text),) = await fetch(connection, statement, where, *settings)
+        most = None if is_large else LARGE_BYTES
+        ((number, text),) = await fetch(connection, statement, where, *settings, most)
         if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
-        if len(text) > LARGE_BYTES:
-            call.context.databases.large_queues.update(places)
         answer = Answer(200, text)
         for name, _, ids in [(target.name, None, range(number))] if names is None else _held(target, answer):
             replace(target, name=name).count("claimed", len(ids))
@@ -107,9 +123,8 @@ async def _claim(targets: list[Target], body: Claim) -> Answer | None:
             call.memory.take_response(2 * len(answer.json))
         return answer
 
-    is_known = target.key is not None or not call.context.databases.large_queues.isdisjoint(places)
     try:
-        return await target.run_once(effect, is_known and body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES)
+        return await target.run_once(effect, is_large)
     except _NothingReady:
         return None
 
