@@ -266,6 +266,7 @@ async def run_attacks(host: str, port: int, names: list[str], seconds: float) ->
 
 def attack_with(host: str, port: int, names: list[str], seconds: float) -> None:
     """Attack in this process."""
+    os.nice(10)  # Attackers have machines of their own: here they must not take the processors of the server.
     uvloop.run(run_attacks(host, port, names, seconds))
 
 
