@@ -5,7 +5,7 @@ service, the database and the queue that a request names.
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
@@ -29,7 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger("pgqueue.http")
 
 _BOM: Final = b"\xef\xbb\xbf"
-_JSON: Final = re.compile(rb"application/(?:.*\+)?json")
+_JSON: Final = re.compile(r"application/(?:.*\+)?json")
 _KEY: Final = re.compile("[!-~]{1,255}")
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 
@@ -104,22 +104,12 @@ def find_queue(context: Context, service: str | None, database: str | None, name
 
 
 class Call(Request):
-    """A request of a route. `names` are those in its path."""
+    """A request of a route."""
 
-    def __init__(
-        self,
-        context: Context,
-        table: "Table",
-        names: dict[str, str],
-        scope: Scope,
-        headers: Mapping[bytes, bytes],
-        receive: Receive,
-    ) -> None:
+    def __init__(self, context: Context, table: "Table", scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        self._given = headers
         self.context = context
         self.table = table
-        self.names = names
 
     @property
     def memory(self) -> BodyMemory:
@@ -132,7 +122,7 @@ class Call(Request):
         body = (await self.body()).removeprefix(_BOM)
         if not body:
             raise ApiError(422, "invalid", "body is missing; must be a JSON object", "body", None, "a JSON object")
-        kind = self._given.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        kind = self.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
         if not _JSON.fullmatch(kind):
             message = "the body must be a JSON object, sent as Content-Type: application/json"
             raise ApiError(400, "malformed_json", message, field="body")
@@ -156,10 +146,9 @@ class Call(Request):
 
     async def key(self) -> EffectKey | None:
         """The idempotency key of the request. Raises `ApiError` 422."""
-        given = self._given.get(b"idempotency-key")
-        if given is None:
+        key = self.headers.get("idempotency-key")
+        if key is None:
             return None
-        key = given.decode("latin-1")
         if not _KEY.fullmatch(key):
             limit = "1 to 255 visible ASCII characters"
             message = f"Idempotency-Key is invalid; must be {limit}"

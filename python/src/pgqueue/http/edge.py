@@ -90,10 +90,10 @@ class Edge:
                 user = self._enter()
             _check_head(scope, headers)
             receive = _limited(receive, scope)
-            route, names = self._table.find(scope["method"], scope["path"])
+            route, scope["path_params"] = self._table.find(scope["method"], scope["path"])
             scope["route"] = route
             require(route.need)
-            answer = await route.endpoint(Call(self._context, self._table, names, scope, headers, receive))
+            answer = await route.endpoint(Call(self._context, self._table, scope, receive))
             await answer(scope, receive, response.send)
         except ClientDisconnect as error:
             _forget_frames(error)

@@ -82,7 +82,7 @@ async def metrics(call: Call) -> PlainTextResponse:
 @ROUTES.add("GET", "/static/{file}", NOTHING)
 async def static(call: Call) -> Response:
     """A file that pages load."""
-    if (file := _FILES.get(call.names["file"])) is None:
+    if (file := _FILES.get(call.path_params["file"])) is None:
         raise from_http_status(404)
     return FileResponse(file)
 

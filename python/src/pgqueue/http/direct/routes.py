@@ -41,7 +41,7 @@ def verb(
 
     def register(function: Function) -> Function:
         async def endpoint(call: Call) -> Answer:
-            queue_name = call.names.get("queue_name")
+            queue_name = call.path_params.get("queue_name")
             target = Target(call, *database_of(call), "") if queue_name is None else target_of(call, queue_name)
             if need.of == "database":
                 current().check_database(target.service, target.database)

@@ -14,8 +14,6 @@ from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, Se
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT
 
-DELAY_LIMIT: Final = 43200
-TIMEOUT_LIMIT: Final = 43200
 MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
@@ -23,8 +21,8 @@ _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)
 _TEXT: Final = r"^[^\x00]*$"  # PostgreSQL cannot store the character NUL
 _OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
-Delay = Annotated[int, Meta(ge=0, le=DELAY_LIMIT)]
-Timeout = Annotated[int, Meta(ge=1, le=TIMEOUT_LIMIT)]
+Delay = Annotated[int, Meta(ge=0, le=43200)]
+Timeout = Annotated[int, Meta(ge=1, le=43200)]
 Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
 Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
 Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]

@@ -36,8 +36,8 @@ ROUTES: Final = Routes()
 
 def _service(call: Call) -> Service:
     """The service of a request. Raises `ApiError` if the user lacks the right to it, or to the queue."""
-    service = find_service(call.context, call.names["service_id"])
-    if (queue_name := call.names.get("queue_name")) is not None:
+    service = find_service(call.context, call.path_params["service_id"])
+    if (queue_name := call.path_params.get("queue_name")) is not None:
         if not is_queue_name(queue_name):
             raise queue_not_found(queue_name)
         current().check(service.id, None, queue_name)  # whatever its database
@@ -86,13 +86,13 @@ async def get_queue(call: Call) -> Answer:
     """A queue, by name."""
     service = _service(call)
     async with call.context.databases.control() as connection:
-        return Answer(200, encode(await _found(connection, service, call.names["queue_name"])))
+        return Answer(200, encode(await _found(connection, service, call.path_params["queue_name"])))
 
 
 @ROUTES.add("DELETE", _QUEUE, ADMIN, tag=_TAG, answer=QueueBody, status=202)
 async def delete_queue(call: Call) -> Answer:
     """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
-    context, service, queue_name = call.context, _service(call), call.names["queue_name"]
+    context, service, queue_name = call.context, _service(call), call.path_params["queue_name"]
     async with context.databases.control() as connection:
         await _found(connection, service, queue_name)
         queue = await registry.delete(connection, context.settings.tasks.queue, service.id, queue_name)
@@ -135,7 +135,7 @@ async def _found(connection: AsyncConnection[Any], service: Service, queue_name:
 
 
 async def _submit(call: Call, service: Service, kind: registry.TaskKind, request: bytes | None = None) -> Answer:
-    queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
+    queue_name, tasks = call.path_params["queue_name"], call.context.settings.tasks.queue
     key = await call.key()
     async with call.context.databases.control(is_large=len(request or b"") > LARGE_BYTES) as connection:
 
@@ -152,7 +152,7 @@ async def _submit(call: Call, service: Service, kind: registry.TaskKind, request
 
 
 async def _poll(call: Call, service: Service, kind: registry.TaskKind) -> Answer:
-    queue_name, task_id = call.names["queue_name"], call.parameters(TaskOf).task_id
+    queue_name, task_id = call.path_params["queue_name"], call.parameters(TaskOf).task_id
     async with call.context.databases.control() as connection:
         found = await registry.find_task(connection, service.id, queue_name, kind, task_id)
     if found is None or not current().may(current().needs.accesses, service.id, found[0], queue_name):

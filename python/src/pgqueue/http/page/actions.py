@@ -12,6 +12,7 @@ from ...client import AsyncQueue
 from ..calls import Call, Context, Routes, Target
 from ..decoding import convert
 from ..direct.routes import VERBS, Verb
+from ..direct.structs import REDRIVE_LIMIT
 from ..errors import ApiError
 from ..managed import registry
 from ..metrics import Place
@@ -20,7 +21,6 @@ from .rendering import Form, View, back_to, explain, message_ids, open_queue, pl
 from .search import LOOK_LIMIT, Filter, find_ids
 
 ROUTES: Final = Routes()
-REDRIVE_LIMIT: Final = 100_000  # dead letters at a time, as in the API
 
 # The actions on messages, with their verb in the question.
 _CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
@@ -82,7 +82,7 @@ async def confirm(call: Call) -> Response:
 @ROUTES.page("POST", "/queue/{action}", ADMIN)
 async def act(call: Call) -> Response:
     """Run an action, and redirect to the page of the queue or of all queues."""
-    context, place, action = call.context, place_of(call), call.names["action"]
+    context, place, action = call.context, place_of(call), call.path_params["action"]
     _check_action(action, {"pause", "resume", *_CONFIRMED_ACTIONS, *_REMOVALS})
     form = await read_form(call)
     if action in _REMOVALS:

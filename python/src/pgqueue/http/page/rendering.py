@@ -20,12 +20,13 @@ from ...client import AsyncQueue
 from ...errors import InvalidArgument
 from ...message import QueueStats, attempts_of
 from ..calls import Call, Context, find_queue
+from ..direct.structs import MAX_ID
 from ..errors import ApiError, from_database_error
 from ..managed.registry import QueueBody
 from ..memory import run_beside
 from ..metrics import Place, Sample, Sampler
 from ..security.rights import ALL, current
-from .search import MAX_ID, State
+from .search import State
 
 _HEIGHT: Final = 28
 _MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short

@@ -4,19 +4,19 @@ messages and a time bound a search, and a later one can continue it.
 # ruff: noqa: S608 - what is put into statements are columns, conditions and statements of this package
 
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
-from msgspec import Meta, Struct
+from msgspec import Struct
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from ... import _calls
 from ..calls import Call
 from ..decoding import convert
+from ..direct.structs import Id
 from ..errors import ApiError
 
-MAX_ID: Final = 2**63 - 1
 LOOK_LIMIT: Final = 10_000  # messages that a search looks at; the most that a verb shows
 SEARCH_SECONDS: Final = 5
 # The states, with their names on the page.
@@ -81,7 +81,7 @@ Message = dict[str, Any]  # the columns of `_COLUMNS` and `_OWN_COLUMNS`
 class Filter(Struct, frozen=True, omit_defaults=True):
     """What a message must have: its id, a JSON path that finds something in the payload, the group of a dead letter."""
 
-    id: Annotated[int, Meta(ge=1, le=MAX_ID)] | None = None
+    id: Id | None = None
     path: str = ""
     group: str = ""
 
