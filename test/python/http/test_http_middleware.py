@@ -177,16 +177,11 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_end_the_connect
 
 async def test_an_incomplete_body_times_out() -> None:
     app = application(request_seconds=1)
-    authorization = base64.b64encode(":".join(ADMIN).encode())
-    lines = [
-        b"POST /v1/queues/q/claim HTTP/1.1",
-        b"Authorization: Basic " + authorization,
-        b"Content-Type: application/json",
-        b"Connection: close",
-    ]
+    secret = base64.b64encode(":".join(ADMIN).encode())
+    head = b"POST /v1/queues/q/claim HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     for length, body in ((b"Content-Length: 100", b"{"), (b"Transfer-Encoding: chunked", b"1\r\n{\r\n")):
         async with talking(app) as (reader, writer):
-            writer.write(b"\r\n".join([*lines, length, b"", body]))
+            writer.write(head + b"Authorization: Basic %s\r\n%s\r\n\r\n%s" % (secret, length, body))
             assert await refusal(reader) == (b"HTTP/1.1 503 Service Unavailable", "timeout")
 
 
@@ -235,16 +230,11 @@ async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous
     monkeypatch.setattr(Databases, "control", unreachable)
     caplog.set_level("INFO", "pgqueue")
     app = application()
-    lines = (
-        "POST /v1/queues/q/redrive HTTP/1.1",
-        "Content-Type: application/json",
-        "Content-Length: 2",
-        "Authorization: Basic ",
-    )
+    start = "POST /v1/queues/q/redrive HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
     async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
         for password in (ADMIN[1], "wrong"):
             secret = base64.b64encode(f"{ADMIN[0]}:{password}".encode()).decode()
-            writer.write(("\r\n".join(lines) + f"{secret}\r\n\r\n{{}}").encode())
+            writer.write(f"{start}Authorization: Basic {secret}\r\n\r\n{{}}".encode())
         for status in (b" 503 ", b" 401 "):
             head = await reader.readuntil(b"\r\n\r\n")
             assert status in head.partition(b"\r\n")[0]
