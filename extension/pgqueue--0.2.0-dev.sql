@@ -4094,7 +4094,8 @@ begin
             -- The verbs that only remove messages give no number of slices, and remove at least one slice.
             has_more := case
                 when max_slices is null then removed > 0 and not pgqueue._has_time()
-                else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
+                -- A claim whose time has passed with reading removes one slice: otherwise the next one reads the same.
+                else slices_left <= 0 or removed > 0 and pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
             end;
             exit when has_more;
             slice_ids := (pgqueue._fetch_slice(spent)).ids;

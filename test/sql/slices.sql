@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(82);
+select plan(83);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -263,6 +263,14 @@ select pg_temp.passes('slices-wide-group', 3000, 'pgqueue.messages_grouped');
 set local statement_timeout = '1 d';
 select pg_temp.expire('slices-strict-group', 1, group_key => 'a') \g /dev/null
 select pg_temp.passes('slices-strict-group', 3000, 'pgqueue.messages_grouped');
+
+-- A claim that has read for long.
+select pgqueue.create_queue('slices-late', max_attempts => 1) \g /dev/null
+select pgqueue.enqueue('slices-late', '1') \g /dev/null
+select pgqueue.claim('slices-late') \g /dev/null
+select pg_temp.pass('2 min') \g /dev/null
+select is((pgqueue._remove_spent_messages(q, array(select m.id from pgqueue.messages m where m.queue_name = q.name), pgqueue._now() - interval '1 min', 8)).removed, 1,
+    'a claim whose time has passed removes a slice') from pgqueue.queues q where q.name = 'slices-late';
 
 select * from finish();
 rollback;
