@@ -45,7 +45,7 @@ class Claims:
         self.held: set[ClaimedMessage] = set()  # those that are to be extended; the thread reads it
         self._due: dict[ClaimedMessage, Result] = {}  # those that are to be settled
         self._postponed = 0  # settlements of locked messages
-        self._is_flushing = False
+        self._flushing = asyncio.Lock()
         self._portion = MOST_MESSAGES
         self.queue_names = settings.queue_names  # those that exist, in the order of preference
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
@@ -206,7 +206,7 @@ class Claims:
     @property
     def is_settled(self) -> bool:
         """Whether all settlements were sent and answered."""
-        return not self._due and not self._postponed and not self._is_flushing
+        return not self._due and not self._postponed and not self._flushing.locked()
 
     async def send_settlements(self) -> None:
         """Send settlements, endlessly. Raises as `flush` does."""
@@ -220,25 +220,23 @@ class Claims:
 
     async def flush(self) -> None:
         """Send the settlements that are due. Raises `psycopg.Error`: what was not settled is kept then."""
-        due, self._due, self._is_flushing = self._due, {}, True
-        settle = partial(self._settle, due)
-        alone = [message for message, result in due.items() if result.statement is not None]
-        together = [result for result in due.values() if result.statement is None]
-        try:
-            for state in _TOGETHER:
-                await self.in_parts([result.message for result in together if result.state is state], settle)
-            for message in alone:
-                if not await settle([message], message.is_locked):
-                    self._note_lock(message)
-        except BaseException:
-            self.queue(due)
-            raise
-        finally:
-            self._is_flushing = False
+        async with self._flushing:
+            due, self._due = self._due, {}
+            settle = partial(self._settle, due)
+            alone = [message for message, result in due.items() if result.statement is not None]
+            together = [result for result in due.values() if result.statement is None]
+            try:
+                for state in _TOGETHER:
+                    await self.in_parts([result.message for result in together if result.state is state], settle)
+                for message in alone:
+                    if not await settle([message], message.is_locked):
+                        self._note_lock(message)
+            except BaseException:
+                self.queue(due)
+                raise
         if due:  # They are locked: their settlements are sent again in a moment.
             self._postponed += 1
             asyncio.get_running_loop().call_later(timings.settle_locked_again, self._resume, due)
-        self._runtime.signal()
 
     def _resume(self, results: dict[ClaimedMessage, Result]) -> None:
         self._postponed -= 1

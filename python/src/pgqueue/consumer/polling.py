@@ -7,6 +7,7 @@ import random
 import time
 import uuid
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -75,7 +76,12 @@ class Poller:
         claims.release(self._calls.waiting)
         self._calls.waiting.clear()
         await self._calls.finish()
-        await runtime.wait_until(lambda: claims.is_settled, time.monotonic() + timings.last_settlements)
+        deadline = time.monotonic() + timings.last_settlements
+        while not claims.is_settled and time.monotonic() < deadline:
+            with suppress(psycopg.Error, OSError):
+                await within(deadline - time.monotonic(), claims.flush())
+            if not claims.is_settled:
+                await asyncio.sleep(timings.end_retry)
         if not claims.is_settled:
             runtime.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
         runtime.stats.prefetched = 0

@@ -49,6 +49,7 @@ class Timings:
     poll_end: float = 5.0  # for the last look or claim
     forced_poll_end: float = 0.5  # the same in a forced stop
     last_settlements: float = 5.0  # for sending what is not settled or given back yet
+    end_retry: float = 0.1  # between two tries to settle or to give back messages
 
 
 timings = Timings()
