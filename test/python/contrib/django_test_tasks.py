@@ -48,9 +48,12 @@ def fail() -> None:
 
 
 @task
-def lose() -> None:
+def lose(is_late: bool = False) -> None:
     Order.objects.create(article="of a lost task")
+    queue("default").update_result(queue("default").browse("inflight")[0].id, "successful", value=1)
     connection.cursor().execute("select pgqueue.purge_queue('default')")
+    if is_late:
+        raise pgqueue.Reject("late")
 
 
 @task

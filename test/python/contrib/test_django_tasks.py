@@ -173,20 +173,20 @@ def test_a_task_of_a_later_version_is_repeated_until_a_worker_knows_it(monkeypat
     assert (result.return_value, result.errors[0].exception_class) == (3, ImportError)
 
 
-def test_what_a_task_returns_must_be_json() -> None:
-    result = tasks.return_object.enqueue()
+@pytest.mark.parametrize(("name", "kind"), [("return_object", TypeError), ("lose", RuntimeError)])
+def test_nothing_is_committed_of_a_task_that_returns_no_json_or_whose_claim_was_lost(name: str, kind: Any) -> None:
+    result = getattr(tasks, name).enqueue()
     run()
+    assert articles() == []  # The purge was part of its transaction, too.
     result.refresh()
-    assert (result.status, result.errors[0].exception_class) == ("FAILED", TypeError)
+    assert (result.status, result.errors[0].exception_class) == ("FAILED", kind)
 
 
-def test_nothing_of_a_task_whose_claim_was_lost_is_committed() -> None:
-    result = tasks.lose.enqueue()
-    run()
-    # The purge was part of its transaction, too.
-    assert articles() == []
+def test_a_task_that_raises_reject_when_its_claim_was_lost_leaves_the_result_of_another_attempt() -> None:
+    result = tasks.lose.enqueue(is_late=True)
+    run(False)
     result.refresh()
-    assert result.status == "FAILED"
+    assert (result.return_value, result.errors) == (1, [])
 
 
 def test_a_function_that_fails_after_the_commit_leaves_a_success(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,7 +214,9 @@ def _run(backend: PgqueueBackend, transactional: bool, delivery: Delivery) -> No
     except Exception as error:
         if not committed:
             if isinstance(error, (Retry, Reject)):  # The consumer calls no policy for these.
-                _add_error(backend, message, cause_of(error))
+                with transaction.atomic(using=backend.database):
+                    if tasks.extend(message.id, message.claim_token):  # else the result is that of another attempt
+                        _add_error(backend, message, cause_of(error))
             raise
         logger.exception("a function that task %s gave to transaction.on_commit failed", result.task.module_path)
     if ended is not None:
