@@ -3024,7 +3024,7 @@ create function pgqueue._replace_message(
     body bytea, headers jsonb
 ) returns boolean
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
-set jit = off as $$
+set enable_sort = off set jit = off as $$
 declare
     new_due_at constant timestamptz := pgqueue._add_interval(at, delay);
 begin
@@ -3035,7 +3035,9 @@ begin
         headers = _replace_message.headers, transport_headers = null
     where s.ctid = (
         select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
+        -- In the order of the primary key: a plan could read the whole queue through another index.
+        where c.queue_name = q.name and c.id between _replace_message.id and _replace_message.id
+        order by c.id for update skip locked
     );
     if not found then
         -- A consumer whose claim has ended must not settle the new content.
@@ -10278,20 +10280,24 @@ comment on function pgqueue._on_housekeeping_due_schedules is
 
 create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    place tid;
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
-    delete from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.id = (
-        select c.id from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = cancel.id for update skip locked
+    -- Only the primary key has the order of the ids: with `=`, a plan could read the whole queue through another index.
+    -- The place is used by a statement of its own, whose snapshot shows the row version that is locked.
+    place := (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id between cancel.id and cancel.id order by c.id for update skip locked
     );
+    delete from pgqueue.scheduled_messages s where s.ctid = place;
     if not found then
         delete from pgqueue.messages_shared m
         where m.queue_name = q.name and m.id = (
@@ -10353,11 +10359,13 @@ create function pgqueue.reschedule(
     queue_name pgqueue.queue_of_producer_or_admin, id bigint, due_at timestamptz default null
 ) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+set jit = off as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     new_due_at constant timestamptz := greatest(due_at, at);
+    place tid;
 begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
@@ -10368,13 +10376,14 @@ begin
         not exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id),
         'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
-    update pgqueue.scheduled_messages s
-    set due_at = pgqueue._clamp_due_at(new_due_at)
-    where s.queue_name = q.name and s.id = (
-        select c.id from pgqueue.scheduled_messages c
+    -- Found as in cancel.
+    place := (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id between reschedule.id and reschedule.id and c.due_at > at
         -- Not `for update`: a replacement tells this lock from that of a consumer.
-        where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for no key update skip locked
+        order by c.id for no key update skip locked
     );
+    update pgqueue.scheduled_messages s set due_at = pgqueue._clamp_due_at(new_due_at) where s.ctid = place;
     if not found then
         -- In a queue with group_limit 1, or that had it, a message waits here for its retry.
         update pgqueue.messages_shared m

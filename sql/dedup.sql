@@ -198,7 +198,7 @@ create or replace function pgqueue._replace_message(
     body bytea, headers jsonb
 ) returns boolean
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
-set jit = off as $$
+set enable_sort = off set jit = off as $$
 declare
     new_due_at constant timestamptz := pgqueue._add_interval(at, delay);
 begin
@@ -209,7 +209,9 @@ begin
         headers = _replace_message.headers, transport_headers = null
     where s.ctid = (
         select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
+        -- In the order of the primary key: a plan could read the whole queue through another index.
+        where c.queue_name = q.name and c.id between _replace_message.id and _replace_message.id
+        order by c.id for update skip locked
     );
     if not found then
         -- A consumer whose claim has ended must not settle the new content.

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(81);
+select plan(84);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -240,9 +240,21 @@ select 'backlog', '1', (n = 20000)::int, 1, 1, '{"pgqueue.group": "one"}' from g
 select cmp_ok(pg_temp.buffers('pgqueue.redrive(%L)', 'backlog'), '<', 300, 'redrive in a queue with groups does not read the backlog');
 select is((select count(*) from pgqueue.requeued_messages r where r.queue_name = 'backlog'), 1::bigint, 'redrive finds the message without attempts behind the backlog');
 
+-- Verbs look for one scheduled message by its id, also with plans that were made while no message was scheduled.
+select pgqueue.create_queue('delayed', dedup_window => '1 day') is not null as made \gset
+truncate pgqueue.scheduled_messages;
+select pgqueue.enqueue('delayed', '1', dedup_key => 'k') as number \gset
+create temporary table by_id (verb text, arguments text) on commit drop;
+insert into by_id values
+    ('cancel', :number + 1), ('reschedule', :number || ', ''2030-01-20'''),
+    ('enqueue', '''2'', dedup_key => ''k'', on_duplicate => ''replace''');
+select pg_temp.buffers('pgqueue.%s(''delayed'', %s)', b.verb, b.arguments) from by_id b, generate_series(1, 2) \g /dev/null
+insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'delayed', '1', '2030-02-01'::timestamptz + n * interval '1 s' from generate_series(1, 20000) n;
+select cmp_ok(min(pg_temp.buffers('pgqueue.%s(''delayed'', %s)', b.verb, b.arguments)), '<', 70, b.verb || ' reads no other scheduled messages')
+from by_id b, generate_series(1, 3) group by b.verb;
+
 -- Doctor looks for a scheduled message in the tables in which its queue can have messages.
-select pgqueue.create_queue('delayed', if_not_exists => true), pgqueue.create_queue('table_' || n, dedicated => true) from generate_series(1, 20) as n \g /dev/null
-insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'delayed', '1', '2030-02-01' from generate_series(1, 20000);
+select pgqueue.create_queue('table_' || n, dedicated => true) from generate_series(1, 20) as n \g /dev/null
 select cmp_ok(min(pg_temp.buffers('pgqueue.browse(%L)', 'delayed')), '<', 350, 'browse of ready messages reads no messages that are not due')
 from generate_series(1, 3);
 select cmp_ok(pg_temp.buffers('pgqueue._id_findings(q, pgqueue._now()) from pgqueue.queues q where q.name = %L', 'delayed'), '<', 10000, 'doctor looks for messages with the same id in the tables of the queue');
