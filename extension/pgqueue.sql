@@ -351,8 +351,8 @@ comment on column pgqueue.result.reason is
 'why the message is gone without an outcome: the reason of the dead letter, or removed; null otherwise';
 comment on column pgqueue.result.attempt_count is 'how many attempts have begun';
 comment on column pgqueue.result.workers is 'the consumers of the last 100 attempts';
-comment on column pgqueue.result.started_at is 'when the first attempt began; null before';
-comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null before the first';
+comment on column pgqueue.result.started_at is 'when the first attempt began; null: none has';
+comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null: none has';
 comment on column pgqueue.result.finished_at is 'when it ended; null: it has not, or its message was removed';
 comment on column pgqueue.result.expires_at is 'when it is deleted, unless its message is still there';
 
