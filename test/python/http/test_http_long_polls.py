@@ -12,6 +12,7 @@ from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from clients import PATIENCE, Connection
@@ -50,10 +51,8 @@ def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: C
     assert claim(max_messages=2) == [(normal.name, 2, 1)]
     assert claim() == []
     urgent.send(5)
-    keyed = [
-        web.post("/v1/queues/claim_any", {"queue_names": names}, headers={"Idempotency-Key": urgent.name}).json()
-        for _ in range(2)
-    ]
+    key = {"Idempotency-Key": urgent.name}
+    keyed = [web.post("/v1/queues/claim_any", {"queue_names": names}, headers=key).json() for _ in range(2)]
     assert keyed[0] == keyed[1]
     assert [each["payload"] for each in keyed[0]["messages"]] == [5]
 
@@ -194,14 +193,12 @@ def test_messages_claimed_for_a_disconnected_client_are_released(
         queue.web.until(lambda: waiters(queue.web.site.target, "%pgqueue.claim_any(%" if path else CLAIM))
     of_queue = f'queue="{queue.name}",service="{SERVICE}"'
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
-    claimed = queue.claim(max_messages=2)
-    assert [each["id"] for each in claimed] == sent
-    assert {each["attempt_count"] for each in claimed} == {1}  # the attempt of the other claim is not counted
+    claimed = queue.claim(max_messages=2)  # The attempt of the other claim is not counted.
+    assert [(each["id"], each["attempt_count"]) for each in claimed] == [(each, 1) for each in sent]
 
 
 def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue) -> None:
-    (sent,) = queue.send(1)
-    key = new_name()
+    (sent,), key = queue.send(1), new_name()
     assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # creates the table of stored responses
     with (
         locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
@@ -238,17 +235,20 @@ def test_messages_whose_response_exceeds_the_memory_are_released(
     assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
-def test_the_first_claim_of_large_messages_waits_for_its_turn(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
-    """The server has not seen the messages. The attempt that finds out how large the answer is does not count."""
-    queue.send(*["x" * 250_000] * 10)
+def test_large_claims_wait(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt finds out how large the answer is, and does not count. Later claims need none."""
+    from pgqueue.http.databases import fetch
+
+    monkeypatch.setattr("pgqueue.http.direct.claims.fetch", counted := Mock(wraps=fetch))
+    queue.post("enqueue", {"messages": [{"body": base64.b64encode(b"x" * 250_000).decode()}] * 14})
     with in_process(web.site.configuration(tmp_path)) as fresh, ThreadPoolExecutor() as others:
-        turn = fresh.app.state.context.databases._large
+        turn, there = fresh.app.state.context.databases._large, DirectQueue(fresh, queue.name)
         fresh.portal.call(turn.acquire)
-        claiming = others.submit(DirectQueue(fresh, queue.name).claim, max_messages=10)
-        fresh.until(lambda: claiming.done() or turn._waiters)
-        assert not claiming.done()
+        claiming = others.submit(there.claim, max_messages=7)
+        fresh.until(lambda: turn._waiters)
         fresh.portal.call(turn.release)
-        assert [each["attempt_count"] for each in claiming.result(PATIENCE)] == [1] * 10
+        assert [each["attempt_count"] for each in claiming.result(PATIENCE)] == [1] * 7
+        assert (len(there.claim(max_messages=7)), counted.call_count) == (7, 3)
 
 
 def test_a_stopping_server_releases_undelivered_messages_first(

@@ -93,12 +93,14 @@ class _NothingReady(Exception):
 
 async def _claim(targets: list[Target], body: Claim) -> Answer | None:
     """Claim; again in the turn of large requests if the answer is over `LARGE_BYTES`, which only the claim can tell."""
-    known, places = targets[0].call.context.databases.large_queues, [each.place for each in targets]
-    is_known = targets[0].key is not None or not known.isdisjoint(places)
+    known, most = targets[0].call.context.databases.large_claims, body.max_messages
+    places = [each.place for each in targets]
+    is_known = most >= min(known.get(place, most + 1) for place in places)
+    is_large = is_known or (targets[0].key is not None and most * PAYLOAD_LIMIT > LARGE_BYTES)
     try:
-        return await _claim_within(targets, body, is_known and body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES)
+        return await _claim_within(targets, body, is_large)
     except psycopg.errors.InvalidTextRepresentation:
-        known.update(places)
+        known.update((place, min(most, known.get(place, most))) for place in places)
         return await _claim_within(targets, body, True)
 
 
