@@ -1927,6 +1927,12 @@ begin
             select m.id from pgqueue.messages_shared m where m.queue_name = q.name
                 and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
             order by m.id limit 1000 for update skip locked);
+        -- In the subtransaction that has locked them: another one would make a multixact.
+        if ids <> '{}' then
+            update pgqueue.messages m set kind = q.kind
+            from pgqueue._lookup_keys(q.name, ids) k
+            where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        end if;
     exception when serialization_failure then
         if pgqueue._has_fixed_snapshot() then
             perform pgqueue._raise('stale_snapshot', format('queue %L', q.name));
@@ -1934,11 +1940,6 @@ begin
         -- Since this statement took its snapshot, another claim has moved one of the messages and has committed.
         return true;
     end;
-    if ids <> '{}' then
-        update pgqueue.messages m set kind = q.kind
-        from pgqueue._lookup_keys(q.name, ids) k
-        where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-    end if;
     return ids <> '{}';
 end;
 $$;

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table only pgqueue.messages in exclusive mode;
-select plan(192);
+select plan(193);
 
 -- A queue costs the others nothing.
 select pgqueue.create_queue('many-' || n, group_limit => case n % 2 when 0 then 1 end, priorities => n % 2 = 1, max_in_flight => case n % 3 when 0 then 5 end) from generate_series(1, 30) n \g /dev/null
@@ -140,6 +140,14 @@ select pg_temp.adopts(k.kind) from kinds k where k.number is not null union all 
 select is((select sum(pgqueue.drop_queue(q.name)) from pgqueue.queues q where q.name ~ '^plain-sql-'), 6::numeric, 'drop_queue removes the messages of every kind');
 insert into pgqueue.messages (queue_name, payload) values ('own', '1');
 select is(pgqueue.drop_queue('own'), 1::bigint, 'drop_queue removes what plain SQL has sent');
+
+-- One subtransaction locks and moves a message: the lock of another one would make a multixact.
+select pgqueue.create_queue('adopting', priorities => true) is not null as made \gset
+insert into pgqueue.messages (queue_name, payload) values ('adopting', '1');
+declare moved cursor for select m.xmax::text as mover from pgqueue.messages_shared m where m.queue_name = 'adopting';
+select pgqueue._adopt_messages(q) as adopted from pgqueue.queues q where q.name = 'adopting' \gset
+fetch moved \gset
+select is((select m.xmin::text from pgqueue.messages m where m.queue_name = 'adopting'), :'mover', 'the transaction that moves what plain SQL has sent is the only one that locks it');
 
 -- A kind that plain SQL has set, and that the queue does not have, hides a message. A sweep may have passed its id.
 create function pg_temp.hides(k text, wrong bigint) returns setof text language plpgsql as $$
