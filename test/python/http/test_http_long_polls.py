@@ -12,7 +12,6 @@ from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from clients import PATIENCE, Connection
@@ -235,20 +234,19 @@ def test_messages_whose_response_exceeds_the_memory_are_released(
     assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
-def test_large_claims_wait(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt finds out how large the answer is, and does not count. Later claims need none."""
-    from pgqueue.http.databases import fetch
-
-    monkeypatch.setattr("pgqueue.http.direct.claims.fetch", counted := Mock(wraps=fetch))
-    queue.post("enqueue", {"messages": [{"body": base64.b64encode(b"x" * 250_000).decode()}] * 14})
+def test_the_first_claim_of_a_queue_waits_for_large_ones(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
+    sent = queue.send(*range(20))
     with in_process(web.site.configuration(tmp_path)) as fresh, ThreadPoolExecutor() as others:
         turn, there = fresh.app.state.context.databases._large, DirectQueue(fresh, queue.name)
         fresh.portal.call(turn.acquire)
-        claiming = others.submit(there.claim, max_messages=7)
-        fresh.until(lambda: turn._waiters)
+        claiming = others.submit(there.claim, max_messages=9)
+        fresh.until(lambda: claiming.done() or turn._waiters)
+        assert not claiming.done()
         fresh.portal.call(turn.release)
-        assert [each["attempt_count"] for each in claiming.result(PATIENCE)] == [1] * 7
-        assert (len(there.claim(max_messages=7)), counted.call_count) == (7, 3)
+        assert [each["id"] for each in claiming.result(PATIENCE)] == sent[:9]
+        fresh.portal.call(turn.acquire)
+        assert len(there.claim(max_messages=9)) == 9  # The answer was small, so this claim waits for no other.
+        fresh.portal.call(turn.release)
 
 
 def test_a_stopping_server_releases_undelivered_messages_first(

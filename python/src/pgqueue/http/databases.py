@@ -214,15 +214,15 @@ class _Pool:
 class Databases:
     """The connections to all databases. A pool is made when it is first used.
 
-    `migrated` are the databases that have the tables of the server. `large_claims` are the queues that had a claim over
-    `LARGE_BYTES`, with its `max_messages`, or the least if they had several.
+    `migrated` are the databases that have the tables of the server. `large_queues` tells of the queues
+    that had a claim, or a large message, whether their messages can be large.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._pools: dict[Place, _Pool] = {}
         self.migrated: set[Place] = set()
-        self.large_claims: dict[tuple[str, str, str], int] = {}
+        self.large_queues: dict[tuple[str, str, str], bool] = {}
         self._large = asyncio.Semaphore(1)  # for the memory of one large body at a time
         self._large_of_user = _for_each_user(1)  # users take turns
         self._asking = asyncio.Lock()

@@ -9,7 +9,7 @@ from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
 from ..errors import PayloadTooLarge
-from .databases import as_json, fetch
+from .databases import LARGE_BYTES, as_json, fetch
 from .errors import ApiError, from_database_error, shorten
 
 PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
@@ -92,6 +92,11 @@ async def check_sizes(connection: AsyncConnection[Any], request: bytes) -> None:
         message = f"messages[{place}].payload of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
         field, limit = f"messages[{place}].payload", f"{PAYLOAD_LIMIT} bytes"
         raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", limit)
+
+
+def are_large(messages: Sequence[object], body: bytes) -> bool:
+    """Whether messages are so large on average that a claim of many can be large."""
+    return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
 
 
 @asynccontextmanager

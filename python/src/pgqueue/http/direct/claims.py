@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
-import psycopg
 from msgspec import Struct
 from msgspec.json import decode
 
@@ -26,30 +25,25 @@ _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler
 _MAX_WAIT_SHARE: Final = 0.8
 # Bounded as the other routes bound them: these are the first and the last timestamp of Python.
 _COLUMNS: Final = {
-    "body": "translate(encode(c.body, 'base64'), E'\\n', '') as body",
+    "body": "translate(encode(c.body, 'base64'), E'\\n', '')",
     **{
         name: f"case when c.{name} is not null then replace(text(greatest(least(c.{name},"
-        f" '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end as {name}"
+        " '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end"
         for name in ("enqueued_at", "visible_at", "expires_at", "died_at")
     },
 }
 
 
-def _listing(name: str, struct: Any, function: str, more: str = "", most: str = "null") -> bytes:
-    """The statement for the number of structs and their JSON: PostgreSQL writes it at a tenth of the CPU time.
-
-    If it has more than `most` bytes, it is left open: PostgreSQL refuses it, and undoes what the function has done.
-    """
-    columns = ", ".join(_COLUMNS.get(name, f"c.{name}") for name in struct.__struct_fields__)
+def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
+    """The statement for the number of structs and their JSON: PostgreSQL writes it at a tenth of the CPU time."""
+    columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
     rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
-    items = "string_agg(to_json(m)::text, ', ')"
-    end = f"case when octet_length({items}) > {most} then '' else ']}}' end"
-    listed = f"'{{\"{name}\": [' || coalesce({items}, '') || {end}"
+    listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"
     return f"select count(*), ({listed})::json from {rows}".encode()  # noqa: S608 - constants
 
 
-_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)", most="$5")
-_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name", "$5")
+_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)")
+_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name")
 BROWSE_DEAD_MESSAGES: Final = _listing("dead_messages", DeadLetter, "browse_dead_messages($1, $2, $3)")
 
 
@@ -92,29 +86,18 @@ class _NothingReady(Exception):
 
 
 async def _claim(targets: list[Target], body: Claim) -> Answer | None:
-    """Claim; again in the turn of large requests if the answer is over `LARGE_BYTES`, which only the claim can tell."""
-    known, most = targets[0].call.context.databases.large_claims, body.max_messages
-    places = [each.place for each in targets]
-    is_known = most >= min(known.get(place, most + 1) for place in places)
-    is_large = is_known or (targets[0].key is not None and most * PAYLOAD_LIMIT > LARGE_BYTES)
-    try:
-        return await _claim_within(targets, body, is_large)
-    except psycopg.errors.InvalidTextRepresentation:
-        known.update((place, min(most, known.get(place, most))) for place in places)
-        return await _claim_within(targets, body, True)
-
-
-async def _claim_within(targets: list[Target], body: Claim, is_large: bool) -> Answer | None:
     target = targets[0]
-    call = target.call
+    call, places = target.call, [each.place for each in targets]
+    known = call.context.databases.large_queues
     names = body.queue_names if isinstance(body, ClaimAny) else None
     timeout = body.visibility_timeout_seconds
     settings = body.max_messages, None if timeout is None else f"{timeout} s", storable_text(body.claimed_by)
     statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
 
     async def effect(connection: Connection) -> Answer:
-        most = None if is_large else LARGE_BYTES
-        ((number, text),) = await fetch(connection, statement, where, *settings, most)
+        ((number, text),) = await fetch(connection, statement, where, *settings)
+        for place in places:
+            known[place] = known.get(place, False) or len(text) > LARGE_BYTES
         if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
@@ -125,8 +108,10 @@ async def _claim_within(targets: list[Target], body: Claim, is_large: bool) -> A
             call.memory.take_response(2 * len(answer.json))
         return answer
 
+    # Nothing is known of a queue before its first claim.
+    may_be_large = target.key is not None or any(known.get(place, True) for place in places)
     try:
-        return await target.run_once(effect, is_large)
+        return await target.run_once(effect, may_be_large and body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES)
     except _NothingReady:
         return None
 

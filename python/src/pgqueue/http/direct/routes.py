@@ -13,7 +13,7 @@ from msgspec.json import encode
 from ...client import AsyncQueue, AsyncQueues
 from ..calls import Call, Routes, Target, database_of, target_of
 from ..databases import LARGE_BYTES, Connection, as_json, fetch
-from ..enqueueing import PAYLOAD_LIMIT, PUBLISH, MessageIds, enqueue_messages, naming
+from ..enqueueing import PAYLOAD_LIMIT, PUBLISH, MessageIds, are_large, enqueue_messages, naming
 from ..errors import NO_SCHEMA, ApiError
 from ..idempotency import Answer
 from ..security.rights import ADMIN, CONSUMER, LISTS, PRODUCER, READER, SEES, SENDER, SUBSCRIBER, Need, current
@@ -181,6 +181,8 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
 
     async with naming(target.connection, body.messages, "messages[{}]."):
         answer = await target.run_once(effect)
+    if are_large(body.messages, target.body):
+        target.call.context.databases.large_queues[target.place] = True
     if not answer.replayed:
         target.count("enqueued", len(body.messages))
     return answer

@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 
 from ..calls import Call, Routes, check_not_reserved, find_database, find_service, is_queue_name
 from ..databases import LARGE_BYTES
-from ..enqueueing import check_sizes, naming
+from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, run_once
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, current
@@ -105,7 +105,11 @@ async def enqueue(call: Call) -> Answer:
     service = _service(call)
     body, text = await call.json_of(EnqueueRequest)
     async with naming(call.context.databases.control, body.messages, "messages[{}]."):
-        return await _submit(call, service, "enqueue", text)
+        answer = await _submit(call, service, "enqueue", text)
+    if are_large(body.messages, text):
+        places = [(service.id, each, call.path_params["queue_name"]) for each in service.databases]
+        call.context.databases.large_queues.update(dict.fromkeys(places, True))
+    return answer
 
 
 @ROUTES.add("GET", f"{_QUEUE}/messages", PRODUCER, tag=_TAG, answer=EnqueueTask, parameters=TaskOf, polls=True)
