@@ -214,8 +214,8 @@ class _Pool:
 class Databases:
     """The connections to all databases. A pool is made when it is first used.
 
-    `migrated` are the databases that have the tables of the server. `large_queues` tells of the queues
-    that had a claim, or a large message, whether their messages can be large.
+    `migrated` are the databases that have the tables of the server. `large_queues` tells of each queue that had a claim
+    or a large message whether its messages can be large.
     """
 
     def __init__(self, settings: Settings) -> None:
