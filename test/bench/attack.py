@@ -133,11 +133,18 @@ async def new_connections(client: Client, _: int) -> None:
 
 @attack(4)
 async def pipelined_requests(client: Client, _: int) -> None:
-    """Thousands of requests on a connection whose responses are not read."""
-    _, writer = await client.connect()
-    writer.write(client.request("GET /x", headers="") * 10_000)
-    await asyncio.sleep(STALL_SECONDS)
-    writer.transport.abort()
+    """Requests without end on a connection, each of which is sent before the response to the one before."""
+    reader, writer = await client.connect()
+    requests = client.request("GET /x", headers="") * 10_000
+    try:
+        async with asyncio.timeout(STALL_SECONDS):
+            while True:
+                writer.write(requests)
+                await asyncio.gather(writer.drain(), reader.read(MB))
+    except TimeoutError:
+        pass
+    finally:
+        writer.transport.abort()
 
 
 @attack(100)

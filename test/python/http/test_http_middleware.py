@@ -218,10 +218,10 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         assert (unavailable.status_code, unavailable.headers["retry-after"]) == (503, "1")
 
 
-async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous_user(
+async def test_a_request_is_not_recorded_under_the_user_of_the_previous_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client sends a request with a wrong password before it has the response to the administrator's."""
+    """Other servers than `pgqueue serve` can run the application in a task that has served another request."""
 
     def unreachable(*_: object, **__: object) -> None:
         raise PoolTimeout
@@ -229,18 +229,33 @@ async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous
     monkeypatch.setattr(Databases, "target", unreachable)
     monkeypatch.setattr(Databases, "control", unreachable)
     caplog.set_level("INFO", "pgqueue")
-    app = application()
-    start = "POST /v1/queues/q/redrive HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        for password in (ADMIN[1], "wrong"):
-            secret = base64.b64encode(f"{ADMIN[0]}:{password}".encode()).decode()
-            writer.write(f"{start}Authorization: Basic {secret}\r\n\r\n{{}}".encode())
-        for status in (b" 503 ", b" 401 "):
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert status in head.partition(b"\r\n")[0]
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-            await reader.readexactly(int(length.partition(b":")[2]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(application()), base_url="http://x") as client:
+        for password, status in ((ADMIN[1], 503), ("wrong", 401)):
+            found = await client.post("/v1/queues/q/redrive", json={}, auth=(ADMIN[0], password))
+            assert found.status_code == status
     assert [each.status for each in caplog.records if each.getMessage() == "audit"] == [503]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sent_ahead", [b"GET / HTTP/1.1\r\n\r\n" * 3, b"\r\nno HTTP"], ids=["requests", "no HTTP"])
+async def test_requests_that_are_sent_ahead_are_not_kept(sent_ahead: bytes) -> None:
+    """The response before them is sent whole, and nothing else."""
+    served, may_answer = 0, asyncio.Event()
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal served
+        served += 1
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"la", "more_body": True})
+        await may_answer.wait()
+        await send({"type": "http.response.body", "body": b"te"})
+
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" + sent_ahead)
+        response = await reader.readuntil(b"la")
+        may_answer.set()
+        response += await reader.read()
+    assert (response.count(b"HTTP/1.1"), response.endswith(b"\r\n\r\nlate"), served) == (1, True, 1)
 
 
 async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(

@@ -40,6 +40,9 @@ _FILES: Final = 110_000  # that the process may open if the system allows it
 class BoundedProtocol(HttpToolsProtocol):
     """A client connection that is closed if it sends too many bytes that are no body. uvicorn bounds them only with its
     parser in Python, which needs half as much CPU time again for each request.
+
+    It is closed, too, after the response before which the next request began: uvicorn keeps such requests without a
+    bound. By RFC 9112, section 9.3.2, a client sends them again on another connection.
     """
 
     _other = 0  # bytes that are no body, as far as they exceed twice the body
@@ -63,6 +66,19 @@ class BoundedProtocol(HttpToolsProtocol):
         body = error_body(ApiError(431, "head_too_large", text))
         head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
         self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+
+    def on_message_begin(self) -> None:
+        """Begin a request. Raises an error, which ends the parsing, if the previous response is not complete."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._is_refused = True
+            self.cycle.keep_alive = False
+            raise RuntimeError("a request began before the previous response ended")
+        super().on_message_begin()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, but nothing while another response is sent."""
+        if not self._is_refused:
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         """End the count of the headers."""
