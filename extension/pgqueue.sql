@@ -11690,16 +11690,17 @@ declare
     done pgqueue.compaction;
 begin
     done.table_name := relation::text;
-    done.bytes_before := pg_total_relation_size(relation);
-    -- The size is null if the table was dropped meanwhile.
-    done.outcome := case
-        when done.bytes_before is null then 'busy'
-        -- While this session waits for the lock, a worker of a parallel dump would not get its own lock, and fail.
-        when pgqueue._is_dump_running() then 'dump'
-        else pgqueue._compaction_obstacle(relation)
-    end;
-    if done.outcome is null then
-        begin
+    begin
+        done.outcome := 'busy';
+        -- The size is null if the table was dropped meanwhile.
+        done.bytes_before := pg_total_relation_size(relation);
+        done.outcome := case
+            when done.bytes_before is null then 'busy'
+            -- While this session waits for the lock, a worker of a parallel dump would not get its own lock, and fail.
+            when pgqueue._is_dump_running() then 'dump'
+            else pgqueue._compaction_obstacle(relation)
+        end;
+        if done.outcome is null then
             done.outcome := 'busy';
             execute format('lock table only %s in access exclusive mode', relation);
             -- Each of the following statements has a snapshot that is younger than the lock.
@@ -11714,13 +11715,13 @@ begin
                 -- The error undoes the truncation and releases the lock, which would last until the transaction ends.
                 perform pgqueue._raise('queue_busy', done.table_name, 'compact_queue');
             end if;
-        exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
-            if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
-                done.outcome := 'busy';
-            end if;
-            done.rows_kept := null;
-        end;
-    end if;
+        end if;
+    exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
+        if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
+            done.outcome := 'busy';
+        end if;
+        done.rows_kept := null;
+    end;
     if done.outcome = 'compacted' then
         -- A session reports its statistics once a second and loses a truncation if it commits again before that. The
         -- dead rows would still be counted, and autovacuum would start for them.
@@ -11800,13 +11801,17 @@ begin
     for candidate in
         select t.relation from pgqueue._compactable_tables() t
         where t.relation = any (coalesce(relations, array[t.relation]))
-            and pg_total_relation_size(t.relation) >= 1048576
         order by t.relation::text
     loop
         -- Sessions wait for the tables that are compacted already. All waits together are shorter than
         -- deadlock_timeout: in a deadlock this call gives up, not a consumer. 0 would be no limit.
         perform set_config('lock_timeout', greatest(
             1, (date_part('epoch', waits_until - pgqueue._now()) * 1000)::int)::text, true);
+        begin
+            continue when pg_total_relation_size(candidate) < 1048576;
+        exception when lock_not_available then
+            null;  -- The table is busy.
+        end;
         return next pgqueue._compact_table(candidate);
     end loop;
 end;
