@@ -93,12 +93,13 @@ async def test_a_body_with_too_many_digits_is_refused_before_postgresql_writes_t
         ('{"messages": [{"payload": [-Infinity]}]}', "-Infinity"),
         ('{"messages": [{"payload": 1,}]}', "line 1 column 29"),
         ('{"messages": [{"payload": "\x01"}]}', "control character"),
+        ('{"messages": [{"payload": ["\\"' + "1e131071, " * 10_000, "Unterminated string"),
         ("\ufeff\ufeff{}", "BOM"),
         ("[" * 100_000, "nested too deep"),
         (b'{"claimed_by": "\xff"}', "UTF-8"),
         ("{}".encode("utf-16"), "UTF-8"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 async def test_invalid_json_is_refused_with_the_reason(web: httpx.AsyncClient, body: str | bytes, said: str) -> None:
     for path in (DIRECT, MANAGED, "/v1/queues/q/claim"):
@@ -138,6 +139,25 @@ async def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(web: h
             tracemalloc.stop()
         assert (status, error["code"], error["field"]) == (413, "body_too_large", "body")
         assert (error["value"], error["limit"]) == (f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (f'{{"messages": [{{"body": "{"x" * 3_000_000}"}}]}}', 503),
+        (f'{{"messages": [{{"payload": [1e5, "{chr(92) * 3_000_000}"]}}]}}', 503),
+        (f'{{" - at `${".x" * 1_500_000}": 1}}', 422),
+    ],
+    ids=["base64", "escapes", "name"],
+)
+async def test_a_check_of_a_large_body_takes_little_memory(web: httpx.AsyncClient, body: str, status: int) -> None:
+    tracemalloc.start()
+    try:
+        found, _ = await refusal(web, DIRECT, body)
+        assert tracemalloc.get_traced_memory()[1] < 7 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert found == status
 
 
 @pytest.mark.parametrize(

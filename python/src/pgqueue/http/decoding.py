@@ -18,11 +18,14 @@ T = TypeVar("T")
 DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 _LARGEST_EXPLAINED: Final = 2 * 1024 * 1024  # bytes of a body; the error of a larger one does not repeat the value
+_MOST_SAID: Final = 2000  # characters of an error of msgspec that are read
 _WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
 DIGITS_LIMIT: Final = 32 * 1024 * 1024  # of the numbers of a body that have an exponent, as PostgreSQL writes them
 _FEW: Final = 1024  # bytes of a body, in which the numbers that PostgreSQL can store have fewer digits
 _SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent becomes 0e
-_EXPONENT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[eE][+-]?([0-9]+)', re.DOTALL)  # or a string
+# Or a string, also one that does not end. The possessive repetitions keep no place to return to: such places take 12
+# times the memory of a string, and a string without an end would be read again from each of its quotation marks.
+_EXPONENT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[eE][+-]?([0-9]+)', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")  # half of a pair
 _GZIP: Final = b"\x1f\x8b"
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
@@ -202,7 +205,8 @@ def _half_characters(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[
 
 def _explanation(error: msgspec.ValidationError, model: Any, value: Any) -> ApiError:
     """The error that names the field, its value, and what it must be."""
-    found = _PLACE.fullmatch(str(error))
+    text = str(error)  # it repeats names of fields, and ends with the place
+    found = _PLACE.fullmatch(text if len(text) <= _MOST_SAID else text[: _MOST_SAID // 2] + text[-_MOST_SAID // 2 :])
     assert found is not None  # noqa: S101 - it matches every text
     said, places = found["said"], _STEP.findall(found["place"] or "")
     steps: list[str | int] = [name or (int(index) if index != "..." else index) for name, index in places]

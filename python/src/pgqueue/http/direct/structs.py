@@ -1,5 +1,6 @@
 """The bodies of the direct routes. msgspec checks requests by them, and OpenAPI documents them."""
 
+import re
 from dataclasses import fields
 from datetime import datetime, timedelta
 from inspect import Parameter, signature
@@ -18,6 +19,8 @@ MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
 _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+# The same, of which JSON schema has no form. With the other repetition Python takes 25 times the memory of the text.
+_IS_BASE64: Final = re.compile(_BASE64.replace("*", "*+"))
 _TEXT: Final = r"^[^\x00]*$"  # PostgreSQL cannot store the character NUL
 _OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
@@ -90,7 +93,9 @@ class DirectMessage(Request):
     headers: JsonObject = field(default_factory=_nothing)
     expires_in_seconds: Lifetime | None = None
     message_id: MessageId | None = None
-    body: Annotated[str, Meta(pattern=_BASE64, description="Bytes in base64, max 256 KB")] | None = None
+    body: (
+        Annotated[str, Meta(description="Bytes in base64, max 256 KB", extra_json_schema={"pattern": _BASE64})] | None
+    ) = None
     dedup_key: DedupKey | None = None
     on_duplicate: OnDuplicate = "keep"
     group_key: Group | None = None
@@ -100,6 +105,8 @@ class DirectMessage(Request):
         if self.body is not None:
             if text_of(self.payload) is not None:
                 raise Violation("payload", "null if body is given: a message has exactly one of the two")
+            if not _IS_BASE64.search(self.body):
+                raise Violation("body", f"of the form {_BASE64}")
         elif self.payload is _NOTHING:
             raise Violation("payload", "any JSON, unless body is given", is_missing=True)
         Request.__post_init__(self)
