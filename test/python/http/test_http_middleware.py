@@ -18,7 +18,7 @@ from served import ADMIN
 
 if TYPE_CHECKING:
     from psycopg_pool import PoolTimeout
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
     from uvicorn import Config
     from uvicorn.server import ServerState
 
@@ -108,6 +108,20 @@ def test_a_response_whose_memory_is_taken_is_not_refused(monkeypatch: pytest.Mon
         response.take_response(size)
     response.release()
     assert held == {"one": 0, "other": 200_000}
+
+
+async def test_the_response_to_head_is_complete_with_its_headers() -> None:
+    """The client may send its next request as soon as it has them."""
+    sent: list[str] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+        asyncio.get_running_loop().call_soon(sent.append, "a turn of the event loop")
+
+    scope = {"type": "http", "method": "HEAD", "path": "/static/style.css", "headers": [], "query_string": b""}
+    await application()(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert sent == ["http.response.start", "http.response.body", *["a turn of the event loop"] * 2]
 
 
 async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Iterable
 from functools import cache
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from .. import __version__
 from .calls import Call, Route, Routes, Table
@@ -17,7 +18,10 @@ from .page.rendering import TEMPLATES
 from .security.rights import NOTHING, Need
 
 ROUTES: Final = Routes()
-_FILES: Final = {each.name: each for each in (Path(__file__).parent / "page/static").iterdir()}
+_FILES: Final = {
+    each.name: Response(each.read_bytes(), media_type=guess_type(each.name)[0])
+    for each in (Path(__file__).parent / "page/static").iterdir()
+}
 _DESCRIPTION: Final = """Queues in PostgreSQL, managed and used over HTTP.
 
 Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
@@ -84,7 +88,7 @@ async def static(call: Call) -> Response:
     """A file that pages load."""
     if (file := _FILES.get(call.path_params["file"])) is None:
         raise from_http_status(404)
-    return FileResponse(file)
+    return file
 
 
 @ROUTES.add("GET", "/openapi.json", NOTHING)
