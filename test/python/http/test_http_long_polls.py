@@ -218,6 +218,17 @@ def test_messages_claimed_for_a_timed_out_request_are_released(web: Server, queu
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
+def test_a_claim_that_waits_for_its_turn_ends_with_its_request(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
+    with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 1})) as hasty:
+        context = hasty.app.state.context
+        hasty.portal.call(context.databases._large.acquire)
+        try:
+            assert code_of(DirectQueue(hasty, queue.name).post("claim", {"max_messages": 9}), 503) == "timeout"
+            hasty.until(lambda: not context.background_tasks)
+        finally:
+            hasty.portal.call(context.databases._large.release)
+
+
 @pytest.mark.parametrize("path", ["/v1/queues/{}/claim", "/v1/queues/claim_any"])
 def test_messages_whose_response_exceeds_the_memory_are_released(
     web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str

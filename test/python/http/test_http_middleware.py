@@ -110,6 +110,15 @@ def test_a_response_whose_memory_is_taken_is_not_refused(monkeypatch: pytest.Mon
     assert held == {"one": 0, "other": 200_000}
 
 
+def test_a_claim_that_outlives_its_request_takes_no_memory_for_good() -> None:
+    held = Counter[str]()
+    response = memory.BodyMemory(held)
+    response.take(100_000)
+    response.release()
+    response.take_response(200_000)
+    assert held.total() == 0
+
+
 async def test_the_response_to_head_is_complete_with_its_headers() -> None:
     """The client may send its next request as soon as it has them."""
     sent: list[str] = []

@@ -23,18 +23,21 @@ _Result = TypeVar("_Result")
 class BodyMemory:
     """The memory that the body of one request takes, and that of its response, until it is released."""
 
-    __slots__ = ("_held", "_response", "_taken", "_user")
+    __slots__ = ("_held", "_is_released", "_response", "_taken", "_user")
 
     def __init__(self, held: Counter[str]) -> None:
         self._held = held  # bytes of the bodies of all running requests and of their responses, by user
         self._taken = 0
         self._response = 0
         self._user = ""
+        self._is_released = False
 
     def take(self, size: int) -> None:
         """Add bytes. Raises `ApiError` 503 if the bodies of the user then take more than four fifths of what those of
         other users leave of `BODIES_LIMIT`.
         """
+        if self._is_released:  # by a claim that outlives its request: nothing would free it
+            return
         if not self._taken:
             self._user = current().name
         held = self._held[self._user]
@@ -53,6 +56,7 @@ class BodyMemory:
 
     def release(self) -> None:
         """Free the memory, at the end of the request."""
+        self._is_released = True
         if self._taken:
             self._held[self._user] -= self._taken
             self._taken = self._response = 0

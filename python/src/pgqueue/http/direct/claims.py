@@ -67,8 +67,8 @@ async def claim_from(targets: list[Target], body: Claim) -> Answer:
 async def _claim_once(targets: list[Target], body: Claim) -> Answer | None:
     """Claim once; None if no message was ready. Messages that cannot be delivered to the client are released."""
     call = targets[0].call
-    # The claim is not cancelled with the request: the ids of its messages would be lost.
-    claiming = asyncio.create_task(_claim(targets, body))
+    # A claim that has begun is not cancelled with the request: the ids of its messages would be lost.
+    claiming = asyncio.create_task(_claim(targets, body, begun := asyncio.Event()))
     is_undelivered = True
     try:
         answer = await asyncio.shield(claiming)
@@ -78,6 +78,8 @@ async def _claim_once(targets: list[Target], body: Claim) -> Answer | None:
         return answer
     finally:
         if is_undelivered:
+            if not begun.is_set():  # It waits for its turn or for a connection, which can take long.
+                claiming.cancel()
             call.context.run_in_background(_release(targets[0], claiming))
 
 
@@ -85,7 +87,7 @@ class _NothingReady(Exception):
     """A claim found no message."""
 
 
-async def _claim(targets: list[Target], body: Claim) -> Answer | None:
+async def _claim(targets: list[Target], body: Claim, begun: asyncio.Event) -> Answer | None:
     target = targets[0]
     call, places = target.call, [each.place for each in targets]
     known = call.context.databases.large_queues
@@ -95,6 +97,7 @@ async def _claim(targets: list[Target], body: Claim) -> Answer | None:
     statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
 
     async def effect(connection: Connection) -> Answer:
+        begun.set()
         ((number, text),) = await fetch(connection, statement, where, *settings)
         for place in places:
             known[place] = known.get(place, False) or len(text) > LARGE_BYTES
