@@ -166,13 +166,22 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 
 @pytest.mark.parametrize(
     ("begin", "more"),
-    [(b"GET /", b"x"), (b"GET / HTTP/1.1\r\nx: ", b"y"), (b"GET / HTTP/1.1\r\n", b"x: y\r\n")],
+    [(b"GET /", b"x"), (b"GET / HTTP/1.1\r\nx: ", b"y"), (b"GET / HTTP/1.1\r\n", b"x: %s\r\n" % (b"y" * 200))],
     ids=["line", "header", "headers"],
 )
-async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes) -> None:
+@pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\n\r\n"], ids=["without end", "whole"])
+async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes, end: bytes) -> None:
     """This holds before authentication."""
     async with talking() as (reader, writer):
-        writer.write(begin + more * (server.HEADERS_LIMIT // len(more)))
+        writer.write(begin + more * (server.HEADERS_LIMIT // len(more) + 1) + (end[9:] if b"\r" in begin else end))
+        assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["without end", "whole"])
+async def test_too_many_headers_are_refused(end: bytes) -> None:
+    """A header of four bytes takes forty times as much memory."""
+    async with talking() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\n" + b"x:\r\n" * (server.MOST_HEADERS + 2) + end)
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
@@ -259,10 +268,22 @@ async def test_a_request_is_not_recorded_under_the_user_of_the_previous_one(
     assert [each.status for each in caplog.records if each.getMessage() == "audit"] == [503]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("sent_ahead", [b"GET / HTTP/1.1\r\n\r\n" * 3, b"\r\nno HTTP"], ids=["requests", "no HTTP"])
-async def test_requests_that_are_sent_ahead_are_not_kept(sent_ahead: bytes) -> None:
+@pytest.mark.parametrize(
+    "sent_ahead",
+    [b"GET / HTTP/1.1\r\n\r\n" * 3, b"\r\nno HTTP", b"GET /" + b"x" * 100_000, b"\r\n" * 100_000],
+    ids=["requests", "no HTTP", "long line", "empty lines"],
+)
+async def test_requests_that_are_sent_ahead_are_not_kept(monkeypatch: pytest.MonkeyPatch, sent_ahead: bytes) -> None:
     """The response before them is sent whole, and nothing else."""
-    served, may_answer = 0, asyncio.Event()
+    served, received, was_received = 0, 0, asyncio.Event()
+    receive_data = server.BoundedProtocol.data_received
+
+    def receive(self: server.BoundedProtocol, data: bytes) -> None:
+        nonlocal received
+        receive_data(self, data)
+        received += len(data)
+        if received == len(request) + len(sent_ahead):
+            was_received.set()
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal served
@@ -270,15 +291,32 @@ async def test_requests_that_are_sent_ahead_are_not_kept(sent_ahead: bytes) -> N
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"la", "more_body": True})
-        await may_answer.wait()
+        await was_received.wait()
         await send({"type": "http.response.body", "body": b"te"})
 
+    monkeypatch.setattr(server.BoundedProtocol, "data_received", receive)
     async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n" + sent_ahead)
+        writer.write(request := b"GET / HTTP/1.1\r\n\r\n")
         response = await reader.readuntil(b"la")
-        may_answer.set()
+        writer.write(sent_ahead)
         response += await reader.read()
     assert (response.count(b"HTTP/1.1"), response.endswith(b"\r\n\r\nlate"), served) == (1, True, 1)
+
+
+async def test_a_body_that_is_not_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays open after the response."""
+    protocols: list[server.BoundedProtocol] = []
+    receive_data = server.BoundedProtocol.data_received
+
+    def receive(self: server.BoundedProtocol, data: bytes) -> None:
+        receive_data(self, data)
+        protocols.append(self)
+
+    monkeypatch.setattr(server.BoundedProtocol, "data_received", receive)
+    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 50_000)
+        await reader.readuntil(b"late")
+        assert not protocols[0].cycle.body
 
 
 async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(

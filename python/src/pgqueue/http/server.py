@@ -33,7 +33,8 @@ _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.S
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-HEADERS_LIMIT: Final = 64 * 1024  # bytes; what is read together with them does not count, which is up to 256 KB
+HEADERS_LIMIT: Final = 64 * 1024  # bytes
+MOST_HEADERS: Final = 500  # each takes 150 bytes of memory besides its text
 _FILES: Final = 110_000  # that the process may open if the system allows it
 
 
@@ -55,33 +56,41 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._other += len(data)
         super().data_received(data)
-        if self._other > HEADERS_LIMIT:
-            self._is_refused = True
-            if self._is_head:
-                self._refuse()
-            self.transport.close()
+        if not self._is_refused and (self._other > HEADERS_LIMIT or len(self.headers or ()) > MOST_HEADERS):
+            self._refuse()
 
     def _refuse(self) -> None:
-        text = f"request line and headers are over the limit of {HEADERS_LIMIT} bytes"
-        body = error_body(ApiError(431, "head_too_large", text))
-        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        """Read no further. Close the connection: after the response, if one is sent and the request is whole."""
+        self._is_refused = True
+        if self._is_head and self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            return
+        if self._is_head:
+            text = f"request line and headers are over the limit of {HEADERS_LIMIT} bytes or {MOST_HEADERS} headers"
+            body = error_body(ApiError(431, "head_too_large", text))
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Begin a request. Raises an error, which ends the parsing, if the previous response is not complete."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._is_refused = True
-            self.cycle.keep_alive = False
+            self._refuse()
             raise RuntimeError("a request began before the previous response ended")
         super().on_message_begin()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, but nothing while another response is sent."""
+        """Answer what is no HTTP, unless it is refused."""
         if not self._is_refused:
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
-        """End the count of the headers."""
+        """End the count of the headers. Raises an error, which ends the parsing, if they are too large or too many."""
+        # A part of the body can have been read together with them.
+        is_large = self._other > HEADERS_LIMIT < len(self.url) + sum(len(b": ".join(each)) + 2 for each in self.headers)
+        if is_large or len(self.headers) > MOST_HEADERS:
+            self._refuse()
+            raise RuntimeError("the headers are too large or too many")
         self._is_head, self._other = False, 0
         super().on_headers_complete()
 
@@ -94,6 +103,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """Expect the headers of the next request."""
         self._is_head, self._other = True, 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Free what was read of a body and is not used: the connection may stay open."""
+        self.cycle.body = bytearray()
+        super().on_response_complete()
 
 
 class _Server(uvicorn.Server):
