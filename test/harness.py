@@ -42,7 +42,7 @@ TOOLS = EmbeddedServer().bindir  # psql and the rest of the newest major, which 
 ISOLATIONTESTER = TOOLS.parent / "lib/pgxs/src/test/isolation/isolationtester"
 
 # In a spec, verbs that wait for half a second at most wait longer: on a busy machine isolationtester sees late that a
-# session waits for a lock. A spec in which this time passes sets it back.
+# session waits for a lock. A permutation in which this time passes makes it short.
 LONG_WAITS = """
 do $$
 declare
