@@ -2526,11 +2526,11 @@ receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 
 that earlier claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot
 have a group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to
 names another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as
-new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts
-and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue
-takes over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the
-access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
-being attached.';
+new messages, when it is claimed or received from, or its relation is read; their header pgqueue.dead_letter has the
+queue, id, reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without
+rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation
+of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction
+keeps a dedicated table from being attached.';
 
 create function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,
@@ -10659,15 +10659,16 @@ begin
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
     using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-    perform pgqueue._call_if_due('maintenance', at);
+    perform pgqueue._do_periodic_work(q, at);
     return t.head;
 end;
 $$;
 comment on function pgqueue.advance_transport is
-'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
-expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
-calls this itself, at most once a second. A role that reads the relation needs access to this function:
-grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, takes the dead letters of queues whose dead_letter_to is this one,
+does the housekeeping of claims, and returns the lowest seq at which statements on the relation of expose_transport have
+to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most
+once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises
+PQ001.';
 
 create function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name

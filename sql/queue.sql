@@ -223,11 +223,11 @@ receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 
 that earlier claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot
 have a group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to
 names another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as
-new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts
-and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue
-takes over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the
-access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
-being attached.';
+new messages, when it is claimed or received from, or its relation is read; their header pgqueue.dead_letter has the
+queue, id, reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without
+rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation
+of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction
+keeps a dedicated table from being attached.';
 
 create or replace function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,

@@ -113,15 +113,16 @@ begin
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
     using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
-    perform pgqueue._call_if_due('maintenance', at);
+    perform pgqueue._do_periodic_work(q, at);
     return t.head;
 end;
 $$;
 comment on function pgqueue.advance_transport is
-'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
-expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
-calls this itself, at most once a second. A role that reads the relation needs access to this function:
-grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, takes the dead letters of queues whose dead_letter_to is this one,
+does the housekeeping of claims, and returns the lowest seq at which statements on the relation of expose_transport have
+to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most
+once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises
+PQ001.';
 
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name

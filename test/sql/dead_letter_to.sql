@@ -19,7 +19,7 @@ $$;
 create function pg_temp.payloads(queue text) returns text language sql
 as $$ select string_agg(c.payload #>> '{}', ' ') from pg_temp.claims(queue) c $$;
 
-select plan(51);
+select plan(53);
 
 -- The setting
 select pgqueue.create_queue('errors') is not null, pgqueue.create_queue('orders', max_attempts => 2, backoff_jitter => 0) is not null \g /dev/null
@@ -141,6 +141,15 @@ select pg_temp.pass('2 s'), pgqueue.claim('end') \g /dev/null
 select is((select s.dead_messages from pgqueue.stats('many') s), 16::bigint, 'a claim takes at most eight slices of large dead letters');
 select pg_temp.pass('2 s'), pgqueue.claim('end') from generate_series(1, 5) \g /dev/null
 select is((select s.dead_messages from pgqueue.stats('many') s), 0::bigint, 'later claims take the rest');
+
+-- The relation of a transport: what reads it claims nothing
+select pgqueue.create_queue('endpoint'), pgqueue.expose_transport('endpoint'), pgqueue.alter_queue('start', dead_letter_to => 'endpoint'), pgqueue.enqueue('start', '"failed"') \g /dev/null
+select pg_temp.fail('start'), setval('pgqueue.next_housekeeping_at', 1) \g /dev/null
+select pgqueue.advance_transport('endpoint') \g /dev/null
+select results_eq(
+    $$ select m.payload, m.transport_seq from pgqueue.messages m where m.queue_name = 'endpoint' $$, $$ values ('"failed"'::jsonb, 1::bigint) $$,
+    'advance_transport takes the dead letters for the relation');
+select cmp_ok(pg_sequence_last_value('pgqueue.next_housekeeping_at'), '>', 1::bigint, 'it does the housekeeping, too');
 
 select * from finish();
 rollback;
