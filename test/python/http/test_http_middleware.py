@@ -319,6 +319,31 @@ async def test_a_body_that_is_not_read_is_not_kept(monkeypatch: pytest.MonkeyPat
         assert not protocols[0].cycle.body
 
 
+async def test_the_connection_of_a_client_that_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the request has ended."""
+    ended = asyncio.Event()
+    lose = server.BoundedProtocol.connection_lost
+
+    def connection_lost(self: server.BoundedProtocol, error: Exception | None) -> None:
+        lose(self, error)
+        ended.set()
+
+    def connection_made(self: server.BoundedProtocol, transport: asyncio.Transport) -> None:
+        make(self, transport)
+        self.timeout_keep_alive = 0
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 50_000_000, "more_body": True})
+
+    make = server.BoundedProtocol.connection_made
+    monkeypatch.setattr(server.BoundedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(server.BoundedProtocol, "connection_lost", connection_lost)
+    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await ended.wait()
+
+
 async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

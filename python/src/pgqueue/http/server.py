@@ -49,6 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _other = 0  # bytes that are no body, as far as they exceed twice the body
     _is_head = True
     _is_refused = False
+    _ending: asyncio.TimerHandle
 
     def data_received(self, data: bytes) -> None:
         """Count and parse data."""
@@ -108,6 +109,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Free what was read of a body and is not used: the connection may stay open."""
         self.cycle.body = bytearray()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read. If it does not, end the connection: `close` would wait for it without end."""
+        super().pause_writing()
+        self._ending = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read."""
+        self._ending.cancel()
+        super().resume_writing()
 
 
 class _Server(uvicorn.Server):
