@@ -75,6 +75,7 @@ def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker
 
 def its_task_is_delivered_again_if_it_is_killed(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
+    wait_for(lambda: queue.stats().inflight_messages == 0)  # A result is there before its task is acknowledged.
     task = app.send_task("celery_tasks.sleep", (PATIENCE,))
     wait_for(lambda: task.id in running.lines()[-1])
     running.kill()
