@@ -11832,9 +11832,11 @@ begin
         perform set_config('lock_timeout', greatest(
             1, (date_part('epoch', waits_until - pgqueue._now()) * 1000)::int)::text, true);
         begin
-            continue when pg_total_relation_size(candidate) < 1048576;
-        exception when lock_not_available then
-            null;  -- The table is busy.
+            continue when coalesce(pg_total_relation_size(candidate), 0) < 1048576;
+        exception when lock_not_available or deadlock_detected then
+            -- Its time is used up.
+            return next row(candidate::text, 'busy', null, null, null)::pgqueue.compaction;
+            continue;
         end;
         return next pgqueue._compact_table(candidate);
     end loop;
@@ -11856,15 +11858,16 @@ $$;
 comment on function pgqueue.compact_queue is
 'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
 truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
-busy if the lock was not free within 500 ms of the call; backlog if more than 10,000 messages or 8 MB are living; dump
-while pg_dump runs; published if a publication contains the table without truncate or through its parent; trigger if a
-trigger of another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction
-pins the horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit
-for the size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is
-held until the transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds
-it empty; the functions raise 40001 there. If pgqueue was installed as plain SQL, call it only while no dump begins: a
-dump whose snapshot is older than the compaction has none of the messages, and reports no error. Raises PQ001, 25001 in
-a transaction that is not in read committed, and 55P03 if another compaction takes longer than 500 ms.';
+busy if the lock was not free within 500 ms of the call, and then with sizes of null if it hides them; backlog if more
+than 10,000 messages or 8 MB are living; dump while pg_dump runs; published if a publication contains the table without
+truncate or through its parent; trigger if a trigger of another schema would fire; referenced by a foreign key. Sweeps
+do the same by themselves while a transaction pins the horizon and the table is nearly all dead, unless
+pgqueue.compaction is set to off. The call has no upper limit for the size of the table; it blocks the queue for about
+two seconds per GB. Call it in autocommit mode: the lock is held until the transaction ends. A transaction in repeatable
+read that began before and reads the table afterwards finds it empty; the functions raise 40001 there. If pgqueue was
+installed as plain SQL, call it only while no dump begins: a dump whose snapshot is older than the compaction has none
+of the messages, and reports no error. Raises PQ001, 25001 in a transaction that is not in read committed, and 55P03 if
+another compaction takes longer than 500 ms.';
 
 create function pgqueue.compact_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.compaction language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

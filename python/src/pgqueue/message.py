@@ -192,7 +192,8 @@ class ArchiveChange:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What `compact_queue` did with one table. The sizes include indexes and the toast table.
+    """What `compact_queue` did with one table. The sizes include indexes and the toast table; they are None if the lock of
+    another session hides them.
 
     `outcome` is `compacted`, or why the table was left alone: `busy`, `backlog`, `dump`, `published`, `trigger` or
     `referenced`.
@@ -201,8 +202,8 @@ class Compaction:
     table_name: str
     outcome: str
     rows_kept: int | None
-    bytes_before: int
-    bytes_after: int
+    bytes_before: int | None
+    bytes_after: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -501,8 +501,12 @@ def test_compact_returns_the_disk_space_of_dead_rows(own_database: str) -> None:
             reader.execute("select from pgqueue.messages where queue_name = 'orders'")
             busy = in_process(own_database, "compact", "orders", "--json")
         done = in_process(own_database, "compact", "orders")
+        with psycopg.connect(own_database) as writer:
+            writer.execute("lock table pgqueue.streams")
+            hidden = in_process(own_database, "compact")
     assert (nothing.status, nothing.out, nothing.err) == (0, "", "pgqueue: no table has 1 MB\n")
     assert (busy.status, busy.records[0]["outcome"], len(busy.records)) == (3, "busy", 1)
+    assert (hidden.status, hidden.out.splitlines()[-1].split()) == (3, ["pgqueue.streams", "busy"])
     heading, _, line = done.out.splitlines()
     assert heading.split("  ")[0] == "table"
     table, outcome, kept, before, after = line.split()

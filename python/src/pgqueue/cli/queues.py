@@ -415,5 +415,5 @@ def compact(session: Session, queue: OnlyQueue = None) -> None:
 
 
 def _compaction(done: Compaction) -> list[object]:
-    sizes = [f"{size / 2**20:.1f}" for size in (done.bytes_before, done.bytes_after)]
+    sizes = [None if size is None else f"{size / 2**20:.1f}" for size in (done.bytes_before, done.bytes_after)]
     return [done.table_name, done.outcome, done.rows_kept, *sizes]
