@@ -1341,6 +1341,26 @@ $$;
 create function pgqueue._create_register(queue_id bigint, role text) returns regclass
 language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queue_%s_%s', queue_id, role)) $$;
 
+create function pgqueue._find_registers() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+begin
+    -- pg_dump writes the number of a register in place of its name if the queue was dropped, or got another kind, since
+    -- the snapshot of the dump. In a restored database another relation can have this number. The dump has the
+    -- registers, too.
+    if new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id)) then
+        new.fresh_from_id := pgqueue._create_register(new.queue_id, 'fresh_from_id');
+        new.sweep_resume_id := pgqueue._create_register(new.queue_id, 'sweep_resume_id');
+        new.next_sweep_at := pgqueue._create_register(new.queue_id, 'next_sweep_at');
+        new.first_due_at := pgqueue._create_register(new.queue_id, 'first_due_at');
+        new.waiting_until := pgqueue._create_register(new.queue_id, 'waiting_until');
+    end if;
+    return new;
+end;
+$$;
+
+create or replace trigger find_registers
+before insert or update of fresh_from_id on pgqueue.queues for each row execute function pgqueue._find_registers();
+
 create function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 
@@ -7658,6 +7678,18 @@ begin
 end;
 $$;
 
+create function pgqueue._register_findings(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
+    select
+        'error', q.name, 'missing_registers',
+        'the queue was dropped or altered while this database was dumped, so its row does not name its registers: the functions do not find the queue',
+        format('update pgqueue.queues set fresh_from_id = fresh_from_id where name = %L;', q.name)
+    from pgqueue.queues c
+    where c.name = q.name and c.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', c.queue_id))
+        -- Without the lock, another session could be dropping or altering it now. A fixed snapshot can be older.
+        and pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name)) and not pgqueue._has_fixed_snapshot()
+$$;
+
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$
@@ -8001,6 +8033,7 @@ begin
             if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
+            findings := array(select f from pgqueue._register_findings(q) f) || findings;
             -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
             -- lock table.
             perform pgqueue._raise('queue_busy', q.name, 'doctor');
@@ -8018,15 +8051,16 @@ runs while the horizon is pinned, and the last one), uncompacted_table (nearly a
 stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
 messages), wrong_kind (set by plain SQL, so that no claim finds the message), sequence_cache, unfit_keys (after
 pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group
-(waits for a dead letter, or for a message that is hidden for longer than backoff_max), stuck_claims, long_claims
-(extended for more than an hour and ten visibility timeouts), clock_ahead, late_retries (returned messages wait for
-longer than backoff_max, or the clock was ahead), unused_group_keys, unused_priorities (the queue has no group_limit, or
-no priorities), lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, doubled_archive (a dump was restored twice), leftovers (of queues, in a database that was restored
-without rows), missing_relation, renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a
-transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+number of dedicated queues), autovacuum_off, stale_staging, missing_counter, missing_registers (of a queue that was
+dropped or altered while this database was dumped), paused_queue, dead_messages, held_group (waits for a dead letter, or
+for a message that is hidden for longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and
+ten visibility timeouts), clock_ahead, late_retries (returned messages wait for longer than backoff_max, or the clock
+was ahead), unused_group_keys, unused_priorities (the queue has no group_limit, or no priorities), lapsed_stream,
+peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
+renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
+subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 

@@ -245,6 +245,7 @@ begin
             if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
+            findings := array(select f from pgqueue._register_findings(q) f) || findings;
             -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
             -- lock table.
             perform pgqueue._raise('queue_busy', q.name, 'doctor');
@@ -262,12 +263,13 @@ runs while the horizon is pinned, and the last one), uncompacted_table (nearly a
 stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
 messages), wrong_kind (set by plain SQL, so that no claim finds the message), sequence_cache, unfit_keys (after
 pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group
-(waits for a dead letter, or for a message that is hidden for longer than backoff_max), stuck_claims, long_claims
-(extended for more than an hour and ten visibility timeouts), clock_ahead, late_retries (returned messages wait for
-longer than backoff_max, or the clock was ahead), unused_group_keys, unused_priorities (the queue has no group_limit, or
-no priorities), lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, doubled_archive (a dump was restored twice), leftovers (of queues, in a database that was restored
-without rows), missing_relation, renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a
-transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+number of dedicated queues), autovacuum_off, stale_staging, missing_counter, missing_registers (of a queue that was
+dropped or altered while this database was dumped), paused_queue, dead_messages, held_group (waits for a dead letter, or
+for a message that is hidden for longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and
+ten visibility timeouts), clock_ahead, late_retries (returned messages wait for longer than backoff_max, or the clock
+was ahead), unused_group_keys, unused_priorities (the queue has no group_limit, or no priorities), lapsed_stream,
+peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
+renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
+subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

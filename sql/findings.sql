@@ -226,6 +226,18 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._register_findings(q pgqueue.queues) returns setof pgqueue.finding
+language sql volatile as $$
+    select
+        'error', q.name, 'missing_registers',
+        'the queue was dropped or altered while this database was dumped, so its row does not name its registers: the functions do not find the queue',
+        format('update pgqueue.queues set fresh_from_id = fresh_from_id where name = %L;', q.name)
+    from pgqueue.queues c
+    where c.name = q.name and c.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', c.queue_id))
+        -- Without the lock, another session could be dropping or altering it now. A fixed snapshot can be older.
+        and pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name)) and not pgqueue._has_fixed_snapshot()
+$$;
+
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
 set enable_sort = off set jit = off as $$

@@ -79,6 +79,26 @@ $$;
 create or replace function pgqueue._create_register(queue_id bigint, role text) returns regclass
 language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queue_%s_%s', queue_id, role)) $$;
 
+create or replace function pgqueue._find_registers() returns trigger
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
+begin
+    -- pg_dump writes the number of a register in place of its name if the queue was dropped, or got another kind, since
+    -- the snapshot of the dump. In a restored database another relation can have this number. The dump has the
+    -- registers, too.
+    if new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id)) then
+        new.fresh_from_id := pgqueue._create_register(new.queue_id, 'fresh_from_id');
+        new.sweep_resume_id := pgqueue._create_register(new.queue_id, 'sweep_resume_id');
+        new.next_sweep_at := pgqueue._create_register(new.queue_id, 'next_sweep_at');
+        new.first_due_at := pgqueue._create_register(new.queue_id, 'first_due_at');
+        new.waiting_until := pgqueue._create_register(new.queue_id, 'waiting_until');
+    end if;
+    return new;
+end;
+$$;
+
+create or replace trigger find_registers
+before insert or update of fresh_from_id on pgqueue.queues for each row execute function pgqueue._find_registers();
+
 create or replace function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 

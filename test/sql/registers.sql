@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(28);
+select plan(33);
 
 select is(pgqueue._from_micros(pgqueue._to_micros(m)), m, format('the register conversion and its inverse keep %s', m))
 from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
@@ -72,6 +72,29 @@ select is(
     (select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '^queue_[0-9]+_'
         and not exists (select from pgqueue.queues q where c.oid in (q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until))),
     0::bigint, 'every register belongs to a queue');
+
+-- A dump during which the queue is dropped or gets another kind has the numbers of its registers in place of their
+-- names. In the other database such a number can be that of any relation.
+select pgqueue.create_queue('registers_dumped', priorities => true), pgqueue.enqueue('registers_dumped', '6') \g /dev/null
+create temp table dumped as select q.* from pgqueue.queues q where q.name = 'registers_dumped';
+delete from pgqueue.queues where name = 'registers_dumped';
+insert into pgqueue.queues (name, queue_id, priorities, fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until)
+select d.name, d.queue_id, d.priorities, '1', 'pgqueue.message_id', 'pg_class', '2', '3' from dumped d;
+create function pg_temp.registers(queue text) returns regclass[] language sql
+as $$ select array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until] from pgqueue.queues q where q.name = queue $$;
+select is(pg_temp.registers('registers_dumped'), (select array[d.fresh_from_id, d.sweep_resume_id, d.next_sweep_at, d.first_due_at, d.waiting_until] from dumped d),
+    'a queue that a dump has without the names of its registers gets them by its number');
+select is((select c.payload from pgqueue.claim('registers_dumped') c), '6', 'its messages are found');
+-- Triggers can be off in a restore, and come last in that of an installation by the SQL file.
+alter table pgqueue.queues disable trigger find_registers;
+update pgqueue.queues set fresh_from_id = '1', waiting_until = '2' where name = 'registers_dumped';
+alter table pgqueue.queues enable trigger find_registers;
+select results_eq($$ select f.severity, f.queue_name, f.repair from pgqueue.doctor() f where f.finding = 'missing_registers' $$,
+    $$ values ('error', 'registers_dumped', 'update pgqueue.queues set fresh_from_id = fresh_from_id where name = ''registers_dumped'';') $$,
+    'doctor finds the queue if no trigger has done so');
+select repair from pgqueue.doctor() where finding = 'missing_registers' \gexec
+select is(pg_temp.registers('registers_dumped'), (select array[d.fresh_from_id, d.sweep_resume_id, d.next_sweep_at, d.first_due_at, d.waiting_until] from dumped d), 'the repair finds its registers');
+select is_empty($$ select f.finding from pgqueue.doctor() f where f.finding = 'missing_registers' $$, 'doctor is content then');
 
 select * from finish();
 rollback;
