@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -342,6 +344,39 @@ async def test_the_connection_of_a_client_that_does_not_read_ends(monkeypatch: p
     async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await ended.wait()
+
+
+@pytest.mark.parametrize("size", [4, 50_000_000], ids=["idle", "not read"])
+async def test_a_connection_that_is_reset_leaves_no_timer(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A timer keeps the headers of the request in memory, for as long as an idle connection."""
+    timers: list[asyncio.TimerHandle] = []
+    lost = asyncio.Event()
+    lose = server.BoundedProtocol.connection_lost
+
+    def connection_lost(self: server.BoundedProtocol, error: Exception | None) -> None:
+        lose(self, error)
+        lost.set()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    monkeypatch.setattr(server.BoundedProtocol, "connection_lost", connection_lost)
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        call_later = asyncio.get_running_loop().call_later
+
+        def call(*arguments: Any) -> asyncio.TimerHandle:
+            timers.append(timer := call_later(*arguments))
+            return timer
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"x")
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await lost.wait()
+    assert timers
+    assert all(timer.cancelled() for timer in timers)
 
 
 async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(

@@ -120,6 +120,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ending.cancel()
         super().resume_writing()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers, which keep the headers in memory. uvicorn lets its own run if the client has reset."""
+        if self.flow.write_paused:
+            self._ending.cancel()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        super().connection_lost(exc)
+
 
 class _Server(uvicorn.Server):
     """Ends the long polls when it is told to stop, before it waits for requests to end."""
