@@ -192,8 +192,8 @@ class ArchiveChange:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What `compact_queue` did with one table. The sizes include indexes and the toast table; they are None if the lock of
-    another session hides them.
+    """What `compact_queue` did with one table. The sizes include indexes and the toast table. They are None if another
+    session's lock hides them.
 
     `outcome` is `compacted`, or why the table was left alone: `busy`, `backlog`, `dump`, `published`, `trigger` or
     `referenced`.
