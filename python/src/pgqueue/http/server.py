@@ -106,8 +106,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Free what was read of a body and is not used: the connection may stay open."""
+        """Free what was read of the request: the connection may stay open."""
         self.cycle.body = bytearray()
+        self.url, self.headers = b"", []
+        del self.scope, self.cycle.scope
         super().on_response_complete()
 
     def pause_writing(self) -> None:
