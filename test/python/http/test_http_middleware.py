@@ -141,20 +141,26 @@ async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to a server."""
-    config, state = Config(app, log_config=None, lifespan="off"), ServerState()
+async def talking(
+    app: Any = greeting, **options: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, set[Any]]]:
+    """A connection to a server, which has the protocols of its connections in the set."""
+    config, state = Config(app, log_config=None, lifespan="off", **options), ServerState()
     loop = asyncio.get_running_loop()
     async with await loop.create_server(lambda: server.BoundedProtocol(config, state, {}), "127.0.0.1", 0) as listening:
         reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
         try:
-            yield reader, writer
+            yield reader, writer, state.connections
         finally:
             writer.close()
             for each in state.connections:
                 each.transport.abort()
-            while state.connections:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
-                await asyncio.sleep(0)
+            await end_of(state.connections)
+
+
+async def end_of(connections: set[Any]) -> None:
+    while connections:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
+        await asyncio.sleep(0)
 
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
@@ -167,23 +173,20 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize(
-    ("begin", "more"),
-    [(b"GET /", b"x"), (b"GET / HTTP/1.1\r\nx: ", b"y"), (b"GET / HTTP/1.1\r\n", b"x: %s\r\n" % (b"y" * 200))],
-    ids=["line", "header", "headers"],
+    ("begin", "more", "most"),
+    [
+        (b"GET /", b"x", 64 * 1024),
+        (b"GET / HTTP/1.1\r\nx: ", b"y", 64 * 1024),
+        (b"GET / HTTP/1.1\r\n", b"x: %s\r\n" % (b"y" * 251), 256),
+        (b"GET / HTTP/1.1\r\n", b"x:\r\n", 500),
+    ],
+    ids=["line", "header", "headers", "number"],
 )
 @pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\n\r\n"], ids=["without end", "whole"])
-async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes, end: bytes) -> None:
+async def test_headers_over_the_limits_are_refused(begin: bytes, more: bytes, most: int, end: bytes) -> None:
     """This holds before authentication."""
-    async with talking() as (reader, writer):
-        writer.write(begin + more * (server.HEADERS_LIMIT // len(more) + 1) + (end[9:] if b"\r" in begin else end))
-        assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
-
-
-@pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["without end", "whole"])
-async def test_too_many_headers_are_refused(end: bytes) -> None:
-    """A header of four bytes takes forty times as much memory."""
-    async with talking() as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n" + b"x:\r\n" * (server.MOST_HEADERS + 2) + end)
+    async with talking() as (reader, writer, _):
+        writer.write(begin + more * (most + 2) + (end[9:] if b"\r" in begin else end))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
@@ -201,7 +204,7 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_end_the_connect
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async with talking(app) as (reader, writer):
+    async with talking(app) as (reader, writer, _):
         writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
         writer.write(more * (2**21 // counted))  # in several reads
         async with asyncio.timeout(PATIENCE):
@@ -214,7 +217,7 @@ async def test_an_incomplete_body_times_out() -> None:
     secret = base64.b64encode(":".join(ADMIN).encode())
     head = b"POST /v1/queues/q/claim HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     for length, body in ((b"Content-Length: 100", b"{"), (b"Transfer-Encoding: chunked", b"1\r\n{\r\n")):
-        async with talking(app) as (reader, writer):
+        async with talking(app) as (reader, writer, _):
             writer.write(head + b"Authorization: Basic %s\r\n%s\r\n\r\n%s" % (secret, length, body))
             assert await refusal(reader) == (b"HTTP/1.1 503 Service Unavailable", "timeout")
 
@@ -297,7 +300,7 @@ async def test_requests_that_are_sent_ahead_are_not_kept(monkeypatch: pytest.Mon
         await send({"type": "http.response.body", "body": b"te"})
 
     monkeypatch.setattr(server.BoundedProtocol, "data_received", receive)
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+    async with talking(app) as (reader, writer, _), asyncio.timeout(PATIENCE):
         writer.write(request := b"GET / HTTP/1.1\r\n\r\n")
         response = await reader.readuntil(b"la")
         writer.write(sent_ahead)
@@ -305,80 +308,45 @@ async def test_requests_that_are_sent_ahead_are_not_kept(monkeypatch: pytest.Mon
     assert (response.count(b"HTTP/1.1"), response.endswith(b"\r\n\r\nlate"), served) == (1, True, 1)
 
 
-async def test_what_was_read_of_a_request_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_read_of_a_request_is_not_kept() -> None:
     """The connection stays open after the response."""
-    protocols: list[server.BoundedProtocol] = []
-    receive_data = server.BoundedProtocol.data_received
-
-    def receive(self: server.BoundedProtocol, data: bytes) -> None:
-        receive_data(self, data)
-        protocols.append(self)
-
-    monkeypatch.setattr(server.BoundedProtocol, "data_received", receive)
-    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
+    async with talking() as (reader, writer, connections), asyncio.timeout(PATIENCE):
         writer.write(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 50_000)
         await reader.readuntil(b"late")
-        kept = protocols[0]
+        [kept] = connections
         assert not any((kept.cycle.body, kept.url, kept.headers))
         assert not any(hasattr(each, "scope") for each in (kept, kept.cycle))
 
 
-async def test_the_connection_of_a_client_that_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the request has ended."""
-    ended = asyncio.Event()
-    lose = server.BoundedProtocol.connection_lost
-
-    def connection_lost(self: server.BoundedProtocol, error: Exception | None) -> None:
-        lose(self, error)
-        ended.set()
-
-    def connection_made(self: server.BoundedProtocol, transport: asyncio.Transport) -> None:
-        make(self, transport)
-        self.timeout_keep_alive = 0
-
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x" * 50_000_000, "more_body": True})
-
-    make = server.BoundedProtocol.connection_made
-    monkeypatch.setattr(server.BoundedProtocol, "connection_made", connection_made)
-    monkeypatch.setattr(server.BoundedProtocol, "connection_lost", connection_lost)
-    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await ended.wait()
-
-
-@pytest.mark.parametrize("size", [4, 50_000_000], ids=["idle", "not read"])
-async def test_a_connection_that_is_reset_leaves_no_timer(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A timer keeps the headers of the request in memory, for as long as an idle connection."""
-    timers: list[asyncio.TimerHandle] = []
-    lost = asyncio.Event()
-    lose = server.BoundedProtocol.connection_lost
-
-    def connection_lost(self: server.BoundedProtocol, error: Exception | None) -> None:
-        lose(self, error)
-        lost.set()
-
+def sending(size: int) -> Any:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x" * size})
 
-    monkeypatch.setattr(server.BoundedProtocol, "connection_lost", connection_lost)
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        call_later = asyncio.get_running_loop().call_later
+    return app
 
-        def call(*arguments: Any) -> asyncio.TimerHandle:
-            timers.append(timer := call_later(*arguments))
-            return timer
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call)
+async def test_the_connection_of_a_client_that_does_not_read_ends() -> None:
+    """Also after the request has ended."""
+    async with talking(sending(50_000_000), timeout_keep_alive=0) as (_, writer, connections):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        while not connections:
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE):
+            await end_of(connections)
+
+
+@pytest.mark.parametrize(("size", "timer"), [(4, "timeout_keep_alive_task"), (50_000_000, "_ending")])
+async def test_a_connection_that_is_reset_leaves_no_timer(size: int, timer: str) -> None:
+    """A timer keeps the headers of the request in memory, for as long as an idle connection."""
+    async with talking(sending(size)) as (reader, writer, connections), asyncio.timeout(PATIENCE):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await reader.readuntil(b"x")
+        [lost] = connections
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
-        await lost.wait()
-    assert timers
-    assert all(timer.cancelled() for timer in timers)
+        await end_of(connections)
+    assert getattr(lost, timer).cancelled()
 
 
 async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(
@@ -392,7 +360,7 @@ async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_lo
         await serve_page(scope, receive, send)
         ended.set()
 
-    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
+    async with talking(app) as (_, writer, _), asyncio.timeout(PATIENCE):
         writer.write(b"POST /login HTTP/1.1\r\nContent-Length: 10\r\n\r\nuser=")
         writer.close()
         await ended.wait()
