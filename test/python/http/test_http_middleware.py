@@ -328,11 +328,10 @@ def sending(size: int) -> Any:
 
 async def test_the_connection_of_a_client_that_does_not_read_ends() -> None:
     """Also after the request has ended."""
-    async with talking(sending(50_000_000), timeout_keep_alive=0) as (_, writer, connections):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        while not connections:
-            await asyncio.sleep(0)
+    async with talking(sending(50_000_000), timeout_keep_alive=0) as (reader, writer, connections):
         async with asyncio.timeout(PATIENCE):
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.readuntil(b"x")  # and no further
             await end_of(connections)
 
 
