@@ -50,8 +50,14 @@ def it_runs_tasks_and_returns_results(app: Any) -> None:
         late.get(timeout=PATIENCE)
 
 
+def until_all_is_acknowledged(queue: pgqueue.Queue) -> None:
+    """A result is there before its task is acknowledged."""
+    wait_for(lambda: queue.stats().inflight_messages == 0)
+
+
 def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
+    until_all_is_acknowledged(queue)
     first = app.send_task("celery_tasks.sleep", (0, True))
     wait_for(running.lines)
     [held] = queue.browse("inflight")
@@ -75,7 +81,7 @@ def it_answers_and_extends_its_claims_while_it_is_busy(app: Any, running: Worker
 
 def its_task_is_delivered_again_if_it_is_killed(app: Any, running: Worker, connection: Connection) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
-    wait_for(lambda: queue.stats().inflight_messages == 0)  # A result is there before its task is acknowledged.
+    until_all_is_acknowledged(queue)
     task = app.send_task("celery_tasks.sleep", (PATIENCE,))
     wait_for(lambda: task.id in running.lines()[-1])
     running.kill()
