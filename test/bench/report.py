@@ -369,9 +369,10 @@ def attack(alone: dict[str, Any], proxied: dict[str, Any]) -> str:
     for one, other in zip(alone["turns"], proxied["turns"], strict=True):
         lines.append([one["attacks"], *(f"{turn[name]:,}" for turn in (one, other) for name in names)])
     refused, behind = (sum(turn["errors"] for turn in report["turns"]) for report in (alone, proxied))
+    commits = " and ".join(dict.fromkeys(f"{report['commit']}, {report['at'][:10]}" for report in (alone, proxied)))
     about = (
         f"<sub>{alone['machine']}, shared by the attackers, the honest client, the server and its database, load"
-        f" before it {alone['load_before']} and {proxied['load_before']}; commit {alone['commit']}, {alone['at'][:10]}."
+        f" before it {alone['load_before']} and {proxied['load_before']}; commit {commits}."
         f" {alone['seconds'] / 60:.0f} and {proxied['seconds'] / 60:.0f} minutes in all. Requests of the honest client"
         f" that were refused: {refused} and {behind}.</sub>"
     )
