@@ -87,8 +87,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End the count of the headers. Raises an error, which ends the parsing, if they are too large or too many."""
-        # A part of the body can have been read together with them.
-        is_large = self._other > HEADERS_LIMIT < len(self.url) + sum(len(b": ".join(each)) + 2 for each in self.headers)
+        is_large = self._other > HEADERS_LIMIT
+        if is_large:  # A part of the body can have been read together with them.
+            is_large = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEADERS_LIMIT
         if is_large or len(self.headers) > MOST_HEADERS:
             self._refuse()
             raise RuntimeError("the headers are too large or too many")
