@@ -1,6 +1,6 @@
 """All peers by name. Not in package `peers`, so that a child process imports only the peer that it drives."""
 
-from calls import CrowdedPgqueue
+from calls import CrowdedPgqueue, MoreCrowdedPgqueue, MostCrowdedPgqueue
 from peers.base import Peer
 from peers.node_peers import GraphileWorker, PgBoss, StrictPgBoss
 from peers.pgmq import GroupedPgmq, Pgmq
@@ -18,6 +18,8 @@ ALL: dict[str, type[Peer]] = {
     for peer in (
         Pgqueue,
         CrowdedPgqueue,
+        MoreCrowdedPgqueue,
+        MostCrowdedPgqueue,
         Pgmq,
         Raw,
         Transport,

@@ -13,21 +13,32 @@ from runner import Tell, Testbed
 
 BURST = 5  # calls of a system in its turn
 WARM = 3  # rounds that do not count
-SPECIAL = 100
 CLAIMS = {"claim 10, none is ready": 10, "claim 10, one is ready": 10, "claim 1, one is ready": 1}
 CALLS = (*CLAIMS, "enqueue", "ack")
 
 
 class CrowdedPgqueue(Pgqueue):
-    """A plain queue beside queues with groups or priorities."""
+    """A plain queue beside queues with groups, priorities or a limit of messages in flight."""
 
-    name = f"pgqueue beside {SPECIAL} special queues"
+    special = 20
+    name = "pgqueue beside 20 special queues"
 
     def setup(self) -> None:
         super().setup()
-        for number in range(SPECIAL):
-            setting = ("group_limit => 1", "priorities => true")[number % 2]
+        for number in range(self.special):
+            setting = ("group_limit => 1", "priorities => true", "max_in_flight => 10")[number % 3]
             self.execute(f"select pgqueue.create_queue('special-{number}', {setting})")
+            self.execute(f"select pgqueue.enqueue('special-{number}', '1')")
+
+
+class MoreCrowdedPgqueue(CrowdedPgqueue):
+    special = 100
+    name = "beside 100"
+
+
+class MostCrowdedPgqueue(CrowdedPgqueue):
+    special = 1000
+    name = "beside 1,000"
 
 
 class Caller:

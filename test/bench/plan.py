@@ -16,7 +16,8 @@ GROUPED_LIBRARIES = ("pgqueue (Python), group_limit 1", "pg-boss, key_strict_fif
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
 PINNED = ("pgqueue", 18), ("pgmq", 18), ("PgQ", 15)
 COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
-CALLED = tuple((name, major) for major in (18, 15) for name in ("pgqueue", "pgqueue beside 100 special queues", "pgmq"))
+CROWDED = "pgqueue beside 20 special queues", "beside 100", "beside 1,000"
+CALLED = tuple((name, major) for major in (18, 15) for name in ("pgqueue", *CROWDED, "pgmq"))
 COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
 WORKERS = (
     "pgqueue Consumer",
