@@ -21,6 +21,7 @@ import psycopg
 import pytest
 from clients import PATIENCE, Connection, use_memory
 from commands import Done, home, in_process, programs, quick_initdb
+from pages import at, filled, page, window
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import Server, Site, serving_a_run
@@ -43,7 +44,7 @@ use_memory()
 
 # Fixtures.
 __all__ = ["checkpoint", "clock", "drivers", "elsewhere", "home", "jre", "programs", "queues", "quick_initdb", "role"]
-__all__ += ["s3", "sink", "spark", "start"]
+__all__ += ["at", "filled", "page", "s3", "sink", "spark", "start", "window"]
 
 _numbers = count(1)
 

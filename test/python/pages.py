@@ -14,6 +14,7 @@ from served import ADMIN, Server, new_name
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Locator, Page
 
+Place = dict[str, str]  # the parameters of a page
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
@@ -24,12 +25,12 @@ def name() -> str:
 
 
 @pytest.fixture
-def at(web: Server, name: str) -> dict[str, str]:
+def at(web: Server, name: str) -> Place:
     """The parameters of the pages of that queue."""
     return web.place(name)
 
 
-def url(page: str, at: dict[str, str]) -> str:
+def url(page: str, at: Place) -> str:
     return f"{page}?{urlencode(at)}"
 
 
@@ -49,7 +50,7 @@ def queue(sql: Connection, web: Server, name: str) -> str:
 
 
 @pytest.fixture
-def filled(web: Server, queue: str) -> dict[str, str]:
+def filled(web: Server, queue: str) -> Place:
     """The parameters of the pages of this queue."""
     return web.place(queue)
 

@@ -324,17 +324,10 @@ def test_an_invalid_dsn_is_wrong_usage() -> None:
     "dsn",
     [
         "postgresql://admin:s3cret@[::1",
-        "postgresql://admin:x@y@s3cret@nowhere.invalid/shop",
-        "postgresql://admin:s3cret/x@nowhere.invalid/shop",
-        "postgresql://admin:x/s3cret@nowhere.invalid/shop",
-        "postgresql://admin:x?y@s3cret@nowhere.invalid/shop",
-        "postgresql://admin:x@y?s3cret@nowhere.invalid/shop",
-        "postgresql://admin:12/s3cret@127.0.0.1:9/shop",
-        "postgresql://admin:x#@s3cret@127.0.0.1:9/shop",
-        "postgresql://admin:s3cret%zz@127.0.0.1:9/shop",
-        "host=127.0.0.1 port=9 password=my s3cret",
-        "host=127.0.0.1 port=9 password=my s3cret=1",
-        "host=127.0.0.1 port=9 password='s3cret",
+        *(f"postgresql://admin:{text}@nowhere.invalid/shop" for text in ("x@y@s3cret", "s3cret/x", "x/s3cret")),
+        *(f"postgresql://admin:{text}@nowhere.invalid/shop" for text in ("x?y@s3cret", "x@y?s3cret")),
+        *(f"postgresql://admin:{text}@127.0.0.1:9/shop" for text in ("12/s3cret", "x#@s3cret", "s3cret%zz")),
+        *(f"host=127.0.0.1 port=9 password={text}" for text in ("my s3cret", "my s3cret=1", "'s3cret")),
     ],
 )
 @pytest.mark.parametrize("options", [["list", "--debug"], ["install"]], ids=" ".join)

@@ -46,15 +46,6 @@ def test_a_run_on_a_private_server_loses_and_duplicates_nothing(messages: int, c
     assert "All checks passed." in done.stdout
 
 
-def assert_gone(dsn: str) -> None:
-    """Nothing of the demo is left, except pgqueue itself."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
-        assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
-        left = "select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'"
-        wait_for(lambda: connection.execute(left).fetchone() == (0,))
-
-
 @pytest.fixture
 def dsn(empty_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A given server. What the demo does with SIGTERM is undone."""
@@ -89,4 +80,8 @@ def test_a_signal_ends_the_demo_and_cleans_up(dsn: str, how: signal.Signals, mon
             demo.main(["--messages", "2000"])
     else:
         assert demo.main(["--messages", "2000"]) == 130
-    assert_gone(dsn)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
+        assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
+        left = "select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'"
+        wait_for(lambda: connection.execute(left).fetchone() == (0,))

@@ -59,10 +59,6 @@ def methods(client: type) -> dict[str, Callable[..., Any]]:
     return {name: member for name, member in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_no_public_function_is_overloaded(functions: list[Function]) -> None:
-    assert len({function.name for function in functions}) == len(functions)
-
-
 @pytest.mark.parametrize("client", [pgqueue.Queue, pgqueue.AsyncQueue])
 def test_a_queue_has_exactly_the_functions_that_take_one(client: type, functions: list[Function]) -> None:
     expected = {function.name for function in functions if "queue_name" in function.arguments}

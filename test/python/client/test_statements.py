@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 Rows = list[tuple[Any, ...]]
 # Runs a verb in autocommit mode and returns its rows.
 Run = Callable[..., Rows]
-STYLES: list[Literal["numeric_dollar", "format", "named", "pyformat"]] = [
-    "numeric_dollar",
-    "format",
-    "named",
-    "pyformat",
-]
 
 
 def by_psycopg2(dsn: str, _runner: asyncio.Runner) -> Iterator[Run]:
@@ -166,7 +160,7 @@ def test_the_error_of_a_driver_has_the_sqlstate(run: Run, name: str) -> None:
         assert (getattr(error, "sqlstate", None) or error.pgcode) == code
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["numeric_dollar", "format", "named", "pyformat"])
 def test_the_server_accepts_the_statement_of_every_function_with_all_arguments(
     style: Any, connection: Connection
 ) -> None:

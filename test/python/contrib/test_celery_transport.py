@@ -7,6 +7,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from celeries import Collecting, broker_of, broker_url, drain, drain_all, shop
+from clients import Connection as Session
 from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def test_messages_reach_the_queues_that_other_processes_have_bound(
 
 
 def test_a_queue_that_was_dropped_is_bound_when_it_is_declared_again(
-    database: str, name: str, connection: psycopg.Connection[Any]
+    database: str, name: str, connection: Session
 ) -> None:
     queue = Queue(name, Exchange(name, "direct"), routing_key="key")
     with broker_of(database) as broker:
@@ -95,7 +96,7 @@ def test_a_message_that_no_queue_gets_is_dropped_unless_it_is_a_task(database: s
 
 
 def test_at_most_the_prefetch_count_is_held_and_what_is_held_is_released_without_an_attempt(
-    database: str, name: str, connection: psycopg.Connection[Any]
+    database: str, name: str, connection: Session
 ) -> None:
     queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker:
@@ -123,7 +124,7 @@ def test_a_consumer_that_began_before_its_event_loop_gets_messages(database: str
 
 
 def test_a_requeued_message_is_redelivered_and_a_rejected_one_is_a_dead_letter(
-    database: str, name: str, connection: psycopg.Connection[Any]
+    database: str, name: str, connection: Session
 ) -> None:
     queue = Queue(name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
@@ -139,9 +140,7 @@ def test_a_requeued_message_is_redelivered_and_a_rejected_one_is_a_dead_letter(
         assert wait_for(stored.browse_dead_messages)[0].reason == "rejected"
 
 
-def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
-    database: str, name: str, connection: psycopg.Connection[Any]
-) -> None:
+def test_a_claim_is_extended_for_as_long_as_a_message_is_held(database: str, name: str, connection: Session) -> None:
     queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database, visibility_timeout=15) as broker, Collecting(broker, queue) as consumer:
         send(broker, "x", queue)
@@ -156,7 +155,7 @@ def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
 
 
 def test_an_acknowledgement_survives_the_loss_of_all_connections(
-    database: str, name: str, connection: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+    database: str, name: str, connection: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue, stored = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
@@ -179,7 +178,7 @@ def test_an_acknowledgement_survives_the_loss_of_all_connections(
 
 
 def test_a_queue_of_a_process_that_is_gone_is_dropped_although_it_gets_messages(
-    database: str, connection: psycopg.Connection[Any]
+    database: str, connection: Session
 ) -> None:
     events = [Queue(f"celeryev.{uuid4()}", expires=60) for _ in range(3)]
     with broker_of(database) as broker:
@@ -210,7 +209,7 @@ def task(eta: datetime | None, **properties: Any) -> dict[str, Any]:
     ],
 )
 def test_the_database_holds_a_task_until_its_eta_if_that_is_far(
-    database: str, name: str, connection: psycopg.Connection[Any], options: Any, seconds: int, state: str
+    database: str, name: str, connection: Session, options: Any, seconds: int, state: str
 ) -> None:
     with broker_of(database, **options) as broker:
         sent = task(datetime.now(UTC) + timedelta(seconds=seconds))
@@ -219,9 +218,7 @@ def test_the_database_holds_a_task_until_its_eta_if_that_is_far(
     assert str(message.message_id) == sent["headers"]["id"]
 
 
-def test_only_messages_that_are_no_tasks_expire_in_the_queue(
-    database: str, name: str, connection: psycopg.Connection[Any]
-) -> None:
+def test_only_messages_that_are_no_tasks_expire_in_the_queue(database: str, name: str, connection: Session) -> None:
     queue = Queue(name)
     with broker_of(database) as broker:
         send(broker, "reply", queue, expiration=60)
@@ -230,9 +227,7 @@ def test_only_messages_that_are_no_tasks_expire_in_the_queue(
     assert times == [60, None]
 
 
-def test_tasks_are_sent_in_the_transaction_of_the_caller(
-    database: str, name: str, connection: psycopg.Connection[Any]
-) -> None:
+def test_tasks_are_sent_in_the_transaction_of_the_caller(database: str, name: str, connection: Session) -> None:
     stored = pgqueue.Queue(connection, name)
     with (
         shop(database, task_default_queue=name, result_backend=None) as app,
@@ -254,7 +249,7 @@ def test_tasks_are_sent_in_the_transaction_of_the_caller(
             app.send_task("shop.add", (7, 8), connection=broker)
 
 
-def test_sql_can_send_a_task(database: str, name: str, connection: psycopg.Connection[Any]) -> None:
+def test_sql_can_send_a_task(database: str, name: str, connection: Session) -> None:
     queue, sender = Queue(name), pgqueue.Queue(connection, name)
     with broker_of(database) as broker, Collecting(broker, queue) as consumer:
         identity, headers = uuid4(), {"headers": {"task": "shop.add"}}
@@ -269,9 +264,7 @@ def test_sql_can_send_a_task(database: str, name: str, connection: psycopg.Conne
         message.ack()
 
 
-def test_roles_that_may_not_create_queues_use_those_that_exist(
-    database: str, name: str, connection: psycopg.Connection[Any]
-) -> None:
+def test_roles_that_may_not_create_queues_use_those_that_exist(database: str, name: str, connection: Session) -> None:
     role = name.replace("-", "_")
     pgqueue.Queue(connection, name).create_queue()
     connection.execute(f"create role {role} login")

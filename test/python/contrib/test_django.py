@@ -443,12 +443,8 @@ def test_operations_create_alter_and_drop_a_queue() -> None:
     migrated(CreateQueue("parcels"), backwards=True)
     with pytest.raises(pgqueue.QueueNotFound):
         parcels.get_queue()
-    name, arguments, settings = alter.deconstruct()
-    assert (name, arguments, settings) == (
-        "AlterQueue",
-        ("parcels",),
-        {"max_attempts": 9, "reverse": {"max_attempts": 7}},
-    )
+    settings = {"max_attempts": 9, "reverse": {"max_attempts": 7}}
+    assert (*alter.deconstruct(),) == ("AlterQueue", ("parcels",), settings)
     assert not AlterQueue("parcels", max_attempts=9).reversible
     assert not DropQueue("parcels").reversible
 
@@ -569,24 +565,16 @@ def text(page: Any) -> str:
 def test_the_admin_finds_dead_letters(letters: list[int]) -> None:
     clerk = Clerk("view")
     assert "Queues with dead letters: orders (3)" in text(clerk.get())
-    for searched, expected in (
-        ("", letters),
-        ("BLUE", letters[:1]),
-        (f"error of {letters[1]}", letters[1:2]),
-        ("no such", []),
-    ):
+    found = {"": letters, "BLUE": letters[:1], f"error of {letters[1]}": letters[1:2], "no such": []}
+    for searched, expected in found.items():
         page = clerk.get(f"/admin/pgqueue/deadletter/?queue=orders&q={searched}").content.decode()
-        assert [int(found) for found in re.findall(r'name="ids" value="(\d+)"', page)] == expected
+        assert [int(each) for each in re.findall(r'name="ids" value="(\d+)"', page)] == expected
     letter = text(clerk.get(f"/admin/pgqueue/deadletter/default/orders/{letters[0]}/"))
     assert "12345678901234567890.5" in letter
     assert 'Failures 1. CostError: Headers{ "tenant": "blue" }' in letter
     assert clerk.get(f"/admin/pgqueue/deadletter/default/orders/{letters[2]}/").status_code == 200
-    for address in (
-        f"default/orders/{letters[2] + 1}/",
-        f"third/orders/{letters[0]}/",
-        f"default/missing/{letters[0]}/",
-    ):
-        assert clerk.get(f"/admin/pgqueue/deadletter/{address}").status_code == 404
+    for address in (f"default/orders/{letters[2] + 1}", f"third/orders/{letters[0]}", f"default/missing/{letters[0]}"):
+        assert clerk.get(f"/admin/pgqueue/deadletter/{address}/").status_code == 404
 
 
 def test_the_admin_has_pages_of_dead_letters() -> None:

@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import pgqueue
-from pgqueue import testing
+from pgqueue import Queue, testing
 from pgqueue.contrib import sqlalchemy as contrib
 from pgqueue.contrib.sqlalchemy import queue_of, session_of
 from pgqueue.testing import drain
@@ -69,7 +69,7 @@ def connection(dsn: str) -> Iterator[Connection]:
 
 
 @pytest.fixture
-def queue(connection: Connection) -> Iterator[pgqueue.Queue]:
+def queue(connection: Connection) -> Iterator[Queue]:
     hour = timedelta(hours=1)  # so that no retry becomes due by itself
     with testing.queue(connection, "orders", max_attempts=2, backoff_base=hour, backoff_max=hour) as queue:
         yield queue
@@ -82,7 +82,7 @@ async def async_shop(dsn: str) -> AsyncIterator[AsyncEngine]:
     await engine.dispose()
 
 
-def ready(queue: pgqueue.Queue) -> list[Any]:
+def ready(queue: Queue) -> list[Any]:
     return [message.payload for message in queue.browse()]
 
 
@@ -97,7 +97,7 @@ def consumer(dsn: Any, handler: Callable[[pgqueue.Delivery], Any], **options: An
 # Queues
 
 
-def test_order_and_message_commit_together_or_not_at_all(shop: Engine, queue: pgqueue.Queue) -> None:
+def test_order_and_message_commit_together_or_not_at_all(shop: Engine, queue: Queue) -> None:
     with Session(shop) as session:
         orders = queue_of(session, "orders")
         for what, ends in (("book", session.commit), ("pen", session.rollback), ("cup", session.commit)):
@@ -113,7 +113,7 @@ def test_order_and_message_commit_together_or_not_at_all(shop: Engine, queue: pg
         assert session.scalars(select(Order.what).order_by(Order.id)).all() == ["book", "cup"]
 
 
-def test_a_savepoint_that_is_rolled_back_takes_its_message_with_it(shop: Engine, queue: pgqueue.Queue) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_its_message_with_it(shop: Engine, queue: Queue) -> None:
     with Session(shop) as session, session.begin():
         orders = queue_of(session, "orders")
         orders.enqueue(1)
@@ -128,9 +128,7 @@ def test_a_savepoint_that_is_rolled_back_takes_its_message_with_it(shop: Engine,
     assert ready(queue) == [1, 5]
 
 
-def test_a_connection_and_a_scoped_session_take_the_message_into_their_transaction(
-    shop: Engine, queue: pgqueue.Queue
-) -> None:
+def test_a_connection_and_a_scoped_session_take_the_message_into_their_transaction(shop: Engine, queue: Queue) -> None:
     with shop.connect() as connection:
         queue_of(connection, "orders").enqueue("rolled back")
     with shop.connect() as connection:
@@ -143,9 +141,7 @@ def test_a_connection_and_a_scoped_session_take_the_message_into_their_transacti
     assert ready(queue) == ["committed", "scoped"]
 
 
-async def test_an_async_session_takes_the_message_into_its_transaction(
-    async_shop: AsyncEngine, queue: pgqueue.Queue
-) -> None:
+async def test_an_async_session_takes_the_message_into_its_transaction(async_shop: AsyncEngine, queue: Queue) -> None:
     async with AsyncSession(async_shop) as session:
         orders = queue_of(session, "orders")
         for what, ends in (("book", session.commit), ("pen", session.rollback), ("cup", session.commit)):
@@ -165,9 +161,7 @@ async def test_an_async_session_takes_the_message_into_its_transaction(
     assert ready(queue) == ["book", {"copy of": "book"}, "cup", {"copy of": "cup"}, "connection"]
 
 
-def test_a_session_with_two_databases_sends_to_the_one_that_is_named(
-    shop: Engine, queue: pgqueue.Queue, server: str
-) -> None:
+def test_a_session_with_two_databases_sends_to_the_one_that_is_named(shop: Engine, queue: Queue, server: str) -> None:
     with testing.database(server) as other, connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
         second = create_engine(url(other), poolclass=NullPool)
         with Session(binds={Order: shop, Shipment: second}) as session:
@@ -196,7 +190,7 @@ def test_what_has_no_connection_of_psycopg_is_refused(shop: Engine) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mode": "receive", "transactional": False}], ids=["lease", "receive"])
 def test_the_work_of_a_handler_commits_with_the_acknowledgement_or_not_at_all(
-    options: dict[str, Any], dsn: str, connection: Connection, queue: pgqueue.Queue
+    options: dict[str, Any], dsn: str, connection: Connection, queue: Queue
 ) -> None:
     queue.enqueue_batch(["book", "broken", "unflushed", "deferred", "undone"])
 
@@ -225,9 +219,7 @@ def test_the_work_of_a_handler_commits_with_the_acknowledgement_or_not_at_all(
     assert count(connection) == 2
 
 
-def test_the_end_of_the_transaction_belongs_to_the_consumer(
-    dsn: str, connection: Connection, queue: pgqueue.Queue
-) -> None:
+def test_the_end_of_the_transaction_belongs_to_the_consumer(dsn: str, connection: Connection, queue: Queue) -> None:
     queue.enqueue_batch(["commit", "begin", "connection", "raw"])
     said: dict[str, str] = {}
 
@@ -263,9 +255,7 @@ def test_the_end_of_the_transaction_belongs_to_the_consumer(
     assert count(connection) == 0
 
 
-def test_a_handler_uses_savepoints_and_goes_on_after_an_error(
-    dsn: str, connection: Connection, queue: pgqueue.Queue
-) -> None:
+def test_a_handler_uses_savepoints_and_goes_on_after_an_error(dsn: str, connection: Connection, queue: Queue) -> None:
     queue.enqueue_batch(["nested", "block", "rollback"])
     connection.execute("insert into orders (id, what) values (1000, 'taken')")
 
@@ -314,7 +304,7 @@ def test_a_transaction_has_one_session_at_a_time(connection: Connection) -> None
 
 
 def test_one_engine_serves_a_connection_and_keeps_no_connection_alive(
-    dsn: str, queue: pgqueue.Queue, connection: Connection
+    dsn: str, queue: Queue, connection: Connection
 ) -> None:
     engines = []
     queue.enqueue_batch([f"order {number}" for number in range(5)])
@@ -334,7 +324,7 @@ def test_one_engine_serves_a_connection_and_keeps_no_connection_alive(
 
 
 def test_the_options_of_a_sessionmaker_apply_but_not_its_databases(
-    dsn: str, queue: pgqueue.Queue, connection: Connection, shop: Engine
+    dsn: str, queue: Queue, connection: Connection, shop: Engine
 ) -> None:
     class Elsewhere(Session):
         def get_bind(self, *_: Any, **__: Any) -> Engine:
@@ -361,7 +351,7 @@ def test_the_options_of_a_sessionmaker_apply_but_not_its_databases(
 
 
 async def test_an_async_handler_has_an_async_session(
-    dsn: str, queue: pgqueue.Queue, connection: Connection, async_shop: AsyncEngine
+    dsn: str, queue: Queue, connection: Connection, async_shop: AsyncEngine
 ) -> None:
     queue.enqueue_batch(["book", "broken", "commit", "maker"])
     makers = async_sessionmaker(async_shop, expire_on_commit=False)
@@ -392,7 +382,7 @@ async def test_an_async_handler_has_an_async_session(
 
 @pytest.mark.parametrize("trouble", ["lost connection", "serialization failure"])
 def test_trouble_with_the_database_in_the_session_costs_no_attempt(
-    dsn: str, connection: Connection, queue: pgqueue.Queue, trouble: str
+    dsn: str, connection: Connection, queue: Queue, trouble: str
 ) -> None:
     connection.execute("insert into orders (id, what) values (1000, 'old')")
     queue.enqueue("book")
@@ -437,9 +427,7 @@ async def test_the_kind_of_the_block_is_that_of_the_consumer(dsn: str) -> None:
             pass
 
 
-def test_handlers_on_many_threads_have_sessions_of_their_own(
-    dsn: str, connection: Connection, queue: pgqueue.Queue
-) -> None:
+def test_handlers_on_many_threads_have_sessions_of_their_own(dsn: str, connection: Connection, queue: Queue) -> None:
     queue.enqueue_batch([f"order {number}" for number in range(8)])
     together = threading.Barrier(4)
 

@@ -17,16 +17,9 @@ import pytest
 from clients import PATIENCE, Connection
 from consumers import waits
 from served import ADMIN, SERVICE, DirectQueue, Server, code_of, in_process, locked, new_name, waiters
+from test_http_direct import queue
 
-TOKEN = "00000000-0000-4000-8000-000000000000"
-
-
-@pytest.fixture
-def queue(web: Server, sql: Connection) -> DirectQueue:
-    """A queue that was created by SQL: the direct routes need no registry."""
-    name = new_name()
-    sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
-    return DirectQueue(web, name)
+__all__ = ["queue"]
 
 
 def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: Connection) -> None:
@@ -106,13 +99,13 @@ def test_a_long_poll_is_woken_by_a_notification(patient: Patient, sql: Connectio
     """Also that of several queues, by a message in each of them."""
     name, other = patient.queue.name, new_name()
     sql.execute("select pgqueue.create_queue(%s)", [other])
-    for path, names, queue in (
+    for path, names, to in (
         (f"/v1/queues/{name}/claim", (), name),
         ("/v1/queues/claim_any", (name, other), name),
         ("/v1/queues/claim_any", (name, other), other),
     ):
         with patient.claiming(path, *names) as claimed:
-            sql.execute("select pgqueue.enqueue(%s, to_jsonb(%s::text))", [queue, path])
+            sql.execute("select pgqueue.enqueue(%s, to_jsonb(%s::text))", [to, path])
             assert claimed() == [path]
         patient.has_looked(1)
 

@@ -8,24 +8,7 @@ import httpx
 import psycopg
 from browsers import OTHER_HOST, expect
 from clients import PATIENCE, Connection
-from pages import (
-    DONE,
-    HOSTILE,
-    PAYLOAD,
-    Window,
-    at,
-    dead_letters,
-    filled,
-    follow,
-    name,
-    page,
-    queue,
-    row,
-    submit,
-    texts,
-    url,
-    window,
-)
+from pages import DONE, HOSTILE, PAYLOAD, Place, Window, dead_letters, follow, name, queue, row, submit, texts, url
 from served import ADMIN, Server, locked
 
 import pgqueue
@@ -95,7 +78,7 @@ def test_a_viewer_sees_everything_and_no_form_that_changes_something(web: Server
             assert not re.search(rf">\s*{text}", seen.text), (seen.url, text)
 
 
-def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: "Browser", web: Server, filled: dict[str, str]) -> None:
+def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: "Browser", web: Server, filled: Place) -> None:
     place = url(web.url.replace("127.0.0.1", OTHER_HOST) + "/queue/schedules", filled)
     opened = browser.new_context()
     opened.set_default_timeout(1000 * PATIENCE)
@@ -116,7 +99,7 @@ def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: "Browser", web: 
 
 
 def test_a_producer_sends_by_the_page_without_seeing_messages(
-    web: Server, queue: str, at: dict[str, str], sql: Connection
+    web: Server, queue: str, at: Place, sql: Connection
 ) -> None:
     table = web.get("/", params={"find": queue}, auth=("sender", ADMIN[1]))
     assert f'data-queue="{queue}"' in table.text
@@ -133,7 +116,7 @@ def test_a_producer_sends_by_the_page_without_seeing_messages(
 
 
 def test_a_dead_letter_is_shown_with_error_headers_and_history(
-    page: "Page", web: Server, name: str, at: dict[str, str], sql: Connection
+    page: "Page", web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     def fail(_delivery: pgqueue.Delivery) -> None:
         raise ValueError(f"card declined {HOSTILE}")
@@ -197,7 +180,7 @@ def test_the_page_works_by_keyboard(page: "Page", queue: str, sql: Connection) -
 
 
 def test_the_page_fits_narrow_windows_with_enough_contrast(
-    page: "Page", web: Server, queue: str, at: dict[str, str], sql: Connection
+    page: "Page", web: Server, queue: str, at: Place, sql: Connection
 ) -> None:
     long = "a-name-as-long-as-it-may-be-" + "x" * 80 + queue
     sql.execute("select pgqueue.create_queue(%s)", [long])
@@ -261,9 +244,7 @@ def test_the_page_says_when_the_server_does_not_answer(window: Window) -> None:
     expect(page.locator("#stale")).to_be_hidden()
 
 
-def test_a_form_of_another_site_is_refused(
-    window: Window, web: Server, queue: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_a_form_of_another_site_is_refused(window: Window, web: Server, queue: str, at: Place, sql: Connection) -> None:
     """A browser sends the request without the session, and shows no page of the server in a frame."""
     page = window.page.context.new_page()
     form = f'<form method="post" action="{url(f"{web.url}/queue/purge", at)}"><button>Win</button></form>'
@@ -363,9 +344,7 @@ def test_a_form_without_valid_ids_deletes_nothing(web: Server, queue: str, sql: 
     assert sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(0,)]
 
 
-def test_of_many_recorded_failures_the_last_ones_are_shown(
-    web: Server, name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_of_many_recorded_failures_the_last_ones_are_shown(web: Server, name: str, at: Place, sql: Connection) -> None:
     """A producer can send thousands with each message, and the page shows twenty messages."""
     sql.execute("select pgqueue.create_queue(%s)", [name])
     failures = {"pgqueue.failures": [{"attempt": number} for number in range(3000)]}
@@ -376,7 +355,7 @@ def test_of_many_recorded_failures_the_last_ones_are_shown(
     assert shown.count("<b>Attempt 2999</b>") == shown.count("<b>Attempt 2980</b>") == 20
 
 
-def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
+def test_the_page_shows_any_headers(web: Server, name: str, at: Place, sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     for headers in (
         '{"pgqueue.failures": [{"attempt": {}, "failed_at": [], "exception_type": null}, 1], "a": 1}',
@@ -393,7 +372,7 @@ def test_the_page_shows_any_headers(web: Server, name: str, at: dict[str, str], 
     assert (answer.status_code, answer.text.count('class="letter"')) == (200, 6)
 
 
-def test_messages_of_every_state_are_shown(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
+def test_messages_of_every_state_are_shown(web: Server, name: str, at: Place, sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s, archive_for => '1 day')", [name])
     for number in (1, 2, 3):
         sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('number', %s::int))", [name, number])
@@ -417,9 +396,7 @@ def test_messages_of_every_state_are_shown(web: Server, name: str, at: dict[str,
     assert "No dead letters." in web.get("/queue", params=at | {"state": "dead"}).text
 
 
-def test_messages_are_searched_by_id_payload_and_error(
-    web: Server, name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_messages_are_searched_by_id_payload_and_error(web: Server, name: str, at: Place, sql: Connection) -> None:
     ids = dead_letters(sql, name, "Timeout: no answer", "Declined: 100% <b>", "Timeout: host down")
     searches: list[tuple[dict[str, str], list[int]]] = [
         ({"id": str(ids[1])}, [ids[1]]),
@@ -439,7 +416,7 @@ def test_messages_are_searched_by_id_payload_and_error(
 
 
 def test_a_long_payload_is_cut_in_the_list_and_a_body_that_is_text_is_shown_as_text(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     xml = '<?xml version="1.0"?>\n<Order>\n  <Name>Zoë 👩\u200d👧</Name>\n</Order>'
@@ -462,7 +439,7 @@ def test_a_long_payload_is_cut_in_the_list_and_a_body_that_is_text_is_shown_as_t
         assert re.fullmatch(end, text, re.DOTALL)
 
 
-def test_an_invalid_json_path_is_explained(web: Server, filled: dict[str, str]) -> None:
+def test_an_invalid_json_path_is_explained(web: Server, filled: Place) -> None:
     for path in ("$.", "$ ? (", "'; select 1; --", "<script>", '$ ? (@ like_regex "(")', "(" * 20_000):
         answer = web.get("/queue", params=filled | {"state": "ready", "path": path})
         assert answer.status_code == 422, path
@@ -472,7 +449,7 @@ def test_an_invalid_json_path_is_explained(web: Server, filled: dict[str, str]) 
 
 
 def test_a_search_looks_at_a_limited_number_of_messages_at_a_time(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute(
@@ -488,7 +465,7 @@ def test_a_search_looks_at_a_limited_number_of_messages_at_a_time(
     assert texts(answer, PAYLOAD) == ["10050"]
 
 
-def test_a_search_takes_a_limited_time(web: Server, filled: dict[str, str]) -> None:
+def test_a_search_takes_a_limited_time(web: Server, filled: Place) -> None:
     with locked(web.site.target, "lock table pgqueue.archived_messages"):
         answer = web.get("/queue", params=filled | {"state": "archived"})
     assert answer.status_code == 503

@@ -8,33 +8,14 @@ import psycopg
 import pytest
 from browsers import expect
 from clients import Connection
-from pages import (
-    ALERT,
-    DONE,
-    PAYLOAD,
-    at,
-    context,
-    dead_letters,
-    filled,
-    follow,
-    name,
-    page,
-    queue,
-    row,
-    submit,
-    texts,
-    url,
-    window,
-)
+from pages import ALERT, DONE, PAYLOAD, Place, context, dead_letters, follow, name, queue, row, submit, texts, url
 from served import ADMIN, Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-def test_errors_are_grouped_and_a_group_is_redriven(
-    web: Server, name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_errors_are_grouped_and_a_group_is_redriven(web: Server, name: str, at: Place, sql: Connection) -> None:
     declined = [f"CardDeclined: order {number} was declined\nat line {number % 7}" for number in range(1001, 1024)]
     dead_letters(sql, name, *declined, "HTTP 503 from the warehouse", "HTTP 404 from the warehouse", "")
     page = web.get("/queue", params=at)
@@ -57,9 +38,7 @@ def test_errors_are_grouped_and_a_group_is_redriven(
     assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(23, 3)]
 
 
-def test_the_page_works_without_scripts(
-    browser: "Browser", web: Server, name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_the_page_works_without_scripts(browser: "Browser", web: Server, name: str, at: Place, sql: Connection) -> None:
     ids = dead_letters(sql, name, "one", "two", "three")
     web.look(web.site.databases[0], name)
     opened = context(browser, web, java_script_enabled=False)
@@ -83,9 +62,7 @@ def test_the_page_works_without_scripts(
     opened.close()
 
 
-def test_selected_ready_and_scheduled_messages_are_deleted(
-    page: "Page", name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_selected_ready_and_scheduled_messages_are_deleted(page: "Page", name: str, at: Place, sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
     sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
@@ -108,9 +85,7 @@ def test_selected_ready_and_scheduled_messages_are_deleted(
     assert sql.execute(found, [name]).fetchall() == [(1, 1, 0)]
 
 
-def test_a_dead_letter_is_edited_and_retried(
-    page: "Page", web: Server, name: str, at: dict[str, str], sql: Connection
-) -> None:
+def test_a_dead_letter_is_edited_and_retried(page: "Page", web: Server, name: str, at: Place, sql: Connection) -> None:
     (dead,) = dead_letters(sql, name, "ValueError: unknown SKU")
     page.goto(url("/queue/message", at | {"state": "dead", "id": str(dead)}))
     page.get_by_label(f"Edit and retry {dead}").click()
@@ -130,7 +105,7 @@ def test_a_dead_letter_is_edited_and_retried(
     assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(1, 0)]
 
 
-def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
+def test_a_message_is_sent(web: Server, name: str, at: Place, sql: Connection) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     form = follow(web, web.get("/queue", params=at), "Send a message")
     payload = '{"order_id": 1001, "total": 12345678901234567890.10}'
@@ -145,7 +120,7 @@ def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: Conn
 
 
 def test_a_message_is_sent_with_a_key_and_a_priority_or_a_group(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     """The form has the fields that the settings of the queue allow."""
     for setting, field, other, value, headers in (
@@ -163,7 +138,7 @@ def test_a_message_is_sent_with_a_key_and_a_priority_or_a_group(
         assert sql.execute("select payload, headers from pgqueue.browse(%s)", [queue]).fetchall() == [(1, headers)]
 
 
-def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, filled: dict[str, str]) -> None:
+def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, filled: Place) -> None:
     forms: list[tuple[dict[str, str], str]] = [
         ({"payload": '{"a": '}, "PostgreSQL cannot store payload: invalid input syntax for type json"),
         ({"payload": ""}, "the payload is empty"),
@@ -201,7 +176,7 @@ def test_a_queue_is_created_and_its_settings_are_changed(web: Server, name: str,
     assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False, None)]
 
 
-def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, str]) -> None:
+def test_invalid_settings_are_explained(web: Server, queue: str, at: Place) -> None:
     database = f"{at['service']}/{at['database']}"
     for form, status, problem in (
         ({"name": "Orders!"}, 422, "invalid queue_name"),
@@ -223,7 +198,7 @@ def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, s
 
 
 def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     dead_letters(sql, name, "one", "two")
     sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
@@ -250,7 +225,7 @@ def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
 
 
 def test_a_queue_in_use_is_not_dropped_and_the_page_says_why(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     with psycopg.connect(web.site.target) as other:
@@ -274,7 +249,7 @@ def test_a_queue_in_use_is_not_dropped_and_the_page_says_why(
     assert sql.execute("select count(*) from pgqueue.queues q where q.name = %s", [name]).fetchone() == (1,)
 
 
-def test_a_managed_queue_that_is_dropped_on_its_page_is_deleted(web: Server, at: dict[str, str], name: str) -> None:
+def test_a_managed_queue_that_is_dropped_on_its_page_is_deleted(web: Server, at: Place, name: str) -> None:
     web.create(name)
     dropped = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
     assert dropped.status_code == 303
@@ -292,7 +267,7 @@ def test_findings_of_doctor_are_shown_with_their_remedies(web: Server, queue: st
 
 
 def test_schedules_are_run_and_paused_and_topics_are_subscribed(
-    web: Server, name: str, at: dict[str, str], sql: Connection
+    web: Server, name: str, at: Place, sql: Connection
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.create_schedule(%s, %s, '0 3 * * *', '{\"total\": 1.10}')", [f"{name}-nightly", name])
@@ -321,7 +296,7 @@ def test_schedules_are_run_and_paused_and_topics_are_subscribed(
         assert web.http.post(url(f"/queue/{action}", at | {"name": f"{name}-other"}), data=form).status_code == 404
 
 
-def test_charts_show_the_last_samples(web: Server, name: str, at: dict[str, str], sql: Connection) -> None:
+def test_charts_show_the_last_samples(web: Server, name: str, at: Place, sql: Connection) -> None:
     dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
     web.look(web.site.databases[0], name)
     web.look(web.site.databases[0], name)

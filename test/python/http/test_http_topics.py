@@ -9,10 +9,11 @@ from clients import Connection
 from served import ADMIN, SERVICE, Server, failure, new_name
 
 PUBLISH = "/v1/queues/publish"
+Names = tuple[str, str]
 
 
 @pytest.fixture
-def queues(sql: Connection) -> tuple[str, str]:
+def queues(sql: Connection) -> Names:
     names = new_name(), new_name()
     for name in names:
         sql.execute("select pgqueue.create_queue(%s)", [name])
@@ -20,7 +21,7 @@ def queues(sql: Connection) -> tuple[str, str]:
 
 
 @pytest.fixture
-def topic(web: Server, queues: tuple[str, str]) -> str:
+def topic(web: Server, queues: Names) -> str:
     """A topic to which both queues are subscribed, the first one twice."""
     topic = f"{queues[0]}.paid"
     for name, pattern in ((queues[0], topic), (queues[0], f"{queues[0]}.#"), (queues[1], f"{queues[0]}.*")):
@@ -33,7 +34,7 @@ def claim(web: Server, queue: str) -> list[dict[str, Any]]:
     return claimed
 
 
-def test_a_queue_is_subscribed_listed_and_unsubscribed(web: Server, queues: tuple[str, str], topic: str) -> None:
+def test_a_queue_is_subscribed_listed_and_unsubscribed(web: Server, queues: Names, topic: str) -> None:
     path = f"/v1/queues/{queues[0]}"
     assert web.post(f"{path}/subscribe", {"topic": topic}).json() == {"subscribed": False}
     listed = web.get(f"{path}/list_subscriptions").json()["subscriptions"]
@@ -49,9 +50,7 @@ def test_a_queue_is_subscribed_listed_and_unsubscribed(web: Server, queues: tupl
     assert len(web.get(f"{path}/list_subscriptions").json()["subscriptions"]) == 1
 
 
-def test_a_published_message_reaches_each_subscribed_queue_once(
-    web: Server, queues: tuple[str, str], topic: str
-) -> None:
+def test_a_published_message_reaches_each_subscribed_queue_once(web: Server, queues: Names, topic: str) -> None:
     """Also if the request is repeated. No number is rounded."""
     body, key = f'{{"topic": "{topic}", "payload": {{"n": 0.10000000000000000001}}}}', {"Idempotency-Key": new_name()}
     answers = [web.post(PUBLISH, body, headers=key) for _ in range(2)]
@@ -65,9 +64,7 @@ def test_a_published_message_reaches_each_subscribed_queue_once(
     assert web.post(PUBLISH, {"topic": new_name(), "payload": 1}).json() == {"count": 0}
 
 
-def test_a_message_is_published_with_the_arguments_of_sql(
-    web: Server, queues: tuple[str, str], sql: Connection
-) -> None:
+def test_a_message_is_published_with_the_arguments_of_sql(web: Server, queues: Names, sql: Connection) -> None:
     base, name = new_name(), queues[0]
     web.post(f"/v1/queues/{name}/subscribe", {"topic": base})
     message_id = "2f1c9d6e-5a37-4c1b-9d0e-8b6f0a7c3e51"
@@ -90,7 +87,7 @@ def test_a_message_is_published_with_the_arguments_of_sql(
 
 
 def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
-    web: Server, queues: tuple[str, str], topic: str
+    web: Server, queues: Names, topic: str
 ) -> None:
     """The answer does not tell which queues are subscribed, or whether any is."""
     made = web.run("token", "create", queues[0], "--allow", f"producer:{SERVICE}/{queues[0]}")
@@ -113,9 +110,7 @@ def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
     assert web.post(PUBLISH, {"topic": topic, "payload": 1}, auth=("all-elsewhere", ADMIN[1])).status_code == 201
 
 
-def test_a_message_over_a_limit_reaches_no_queue(
-    web: Server, queues: tuple[str, str], topic: str, sql: Connection
-) -> None:
+def test_a_message_over_a_limit_reaches_no_queue(web: Server, queues: Names, topic: str, sql: Connection) -> None:
     for name, value in (("payload", "x" * 262_143), ("headers", {"a": "x" * 65_536}), ("body", "AAAA" * 87_382)):
         answer = web.post(PUBLISH, ({"topic": topic} | ({} if name == "body" else {"payload": 1})) | {name: value})
         assert failure(answer) == (413, "payload_too_large", name)

@@ -20,18 +20,9 @@ if TYPE_CHECKING:
     import deltalake
     from pyspark.sql.types import StructType
 
-    from pgqueue.spark import connections
+    from pgqueue.spark import connections, pipelines
     from pgqueue.spark.options import OptionError
-    from pgqueue.spark.pipelines import (
-        ArchiveBusyError,
-        StandbyError,
-        archive,
-        archive_to_parquet,
-        compact_archive,
-        delta,
-        read_archive,
-        replay,
-    )
+    from pgqueue.spark.pipelines import archive, archive_to_parquet, compact_archive, delta, read_archive, replay
 
 
 # maintain_archive moves these rows to the partitions of their days.
@@ -298,7 +289,7 @@ def test_an_object_store_holds_the_archive(archiver: Archiver, s3: str) -> None:
 def test_a_second_run_on_the_same_path_is_refused_until_the_first_has_ended(
     archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy = pytest.raises(ArchiveBusyError, match=f"another run writes to file:{archiver.path}")
+    busy = pytest.raises(pipelines.ArchiveBusyError, match=f"another run writes to file:{archiver.path}")
     with archive._locked(archiver.connection, f"file:{archiver.path}"), busy:
         archiver.run()
     with psycopg.connect(archiver.dsn, autocommit=True) as kept:
@@ -336,7 +327,7 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
     monkeypatch.setattr(archive, "connect", connect)
     monkeypatch.setattr(delta.Table, "write", overtaken)
     said = {"cut": "terminating", "lent": "the lock on .* is lost", "unnoticed": "another run writes"}
-    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=said[how]):
+    with pytest.raises((pipelines.ArchiveBusyError, psycopg.OperationalError), match=said[how]):
         archiver.run()
     assert archiver.in_table() == archiver.in_archive()
 
@@ -349,6 +340,6 @@ def test_a_standby_is_refused(archiver: Archiver) -> None:
         f" create function \"{archiver.queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
     )
     standby = make_conninfo(archiver.dsn, options=f"-c search_path={archiver.queue.name},pg_catalog")
-    with pytest.raises(StandbyError, match="need the primary"):
+    with pytest.raises(pipelines.StandbyError, match="need the primary"):
         archiver.run(archiver.path / "parquet", standby)
     assert not (archiver.path / "parquet").exists()

@@ -18,18 +18,9 @@ from pgqueue import Queue
 
 if TYPE_CHECKING:
     from pgqueue.demo.report_page import render
+    from pgqueue.spark import pipelines
     from pgqueue.spark.options import OptionError
-    from pgqueue.spark.pipelines import (
-        DeadLetterGroup,
-        Flow,
-        Measure,
-        archive_to_parquet,
-        dead_letter_report,
-        flow_report,
-        read_dead_letters,
-        read_finished,
-        replay,
-    )
+    from pgqueue.spark.pipelines import Flow, Measure, archive_to_parquet, flow_report, read_dead_letters, replay
 
 
 # Messages in two hours around midnight UTC, with skewed durations and ties. Some were received and never claimed.
@@ -115,11 +106,11 @@ def test_invalid_arguments_are_named(spark: Any, database: str, busy: str, tmp_p
     letters = read_dead_letters(spark, [busy], dsn=database)
     for window in (timedelta(0), timedelta(seconds=-1)):
         with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
-            dead_letter_report(letters, window)
+            pipelines.dead_letter_report(letters, window)
     path = str(tmp_path)
     for call in (
         lambda: flow_report(spark, busy, dsn=database),
-        lambda: read_finished(spark, queues=busy, dsn=database),
+        lambda: pipelines.read_finished(spark, queues=busy, dsn=database),
         lambda: read_dead_letters(spark, busy, dsn=database),
         lambda: archive_to_parquet(spark, path, dsn=database, queues=busy),
         lambda: replay(spark, path, busy, dsn=database, queues=busy),
@@ -135,7 +126,9 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
 def test_the_page_shows_any_text_and_names_no_other_host() -> None:
     hour = timedelta(hours=1)
     windows = [measure("<script>", MIDNIGHT), measure("<script>", MIDNIGHT + 3 * hour, 0, None)]
-    letters = [DeadLetterGroup("q", "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
+    letters = [
+        pipelines.DeadLetterGroup("q", "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)
+    ]
     text = render(Flow(hour, [measure("<script>", None)], windows, letters, MIDNIGHT, "Read from <archive>"))
     # Control characters are replaced.
     assert "&lt;img src=//evil.example/x&gt;\ufffd[2J\ufffd \u202e</td>" in text

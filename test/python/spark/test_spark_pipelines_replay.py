@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
 
+    from pgqueue.spark import pipelines
     from pgqueue.spark.options import OptionError
-    from pgqueue.spark.pipelines import (
-        PredicateError,
-        archive_to_parquet,
-        dead_letter_report,
-        matching,
-        normalized_error,
-        read_dead_letters,
-        redrive_where,
-        replay,
-    )
+    from pgqueue.spark.pipelines import archive_to_parquet, matching, read_dead_letters, redrive_where, replay
     from pgqueue.spark.sink import commit_name
 
 pytestmark = pytest.mark.long(part="spark")
@@ -71,7 +63,7 @@ def dead(queue: Queue) -> list[int]:
 )
 def test_invalid_predicates_are_refused_in_one_line(spark: Any, where: str, reason: str) -> None:
     frame = spark.range(3).withColumn("at", F.current_timestamp())
-    with pytest.raises(PredicateError) as refused:
+    with pytest.raises(pipelines.PredicateError) as refused:
         matching(frame, where)
     said = str(refused.value)
     assert said.startswith("invalid where: ")
@@ -106,13 +98,13 @@ def test_normalized_errors_omit_the_parts_that_differ(spark: Any) -> None:
     frame = spark.createDataFrame(
         [(place, error) for place, (error, _) in enumerate(NORMALIZED)], "n int, error string"
     )
-    found = frame.coalesce(1).sort("n").select("error", normalized_error(F.col("error"))).collect()
+    found = frame.coalesce(1).sort("n").select("error", pipelines.normalized_error(F.col("error"))).collect()
     assert [tuple(row) for row in found] == NORMALIZED
 
 
 def test_dead_letters_are_counted_by_normalized_error(spark: Any, database: str, queue: Queue) -> None:
     ids = die(queue, "order 17 is late", "order 4 is late", "boom", "order 99 is late")
-    rows = dead_letter_report(read_dead_letters(spark, [queue.name], dsn=database)).collect()
+    rows = pipelines.dead_letter_report(read_dead_letters(spark, [queue.name], dsn=database)).collect()
     told = [(row["error"], row["letters"], row["attempts"], row["first_id"], row["last_id"]) for row in rows]
     assert told == [("order <n> is late", 3, 3, ids[0], ids[3]), ("boom", 1, 1, ids[2], ids[2])]
     assert rows[0]["example"] == "order 17 is late"
@@ -253,7 +245,7 @@ def test_a_replay_that_fails_sends_nothing(
     assert narrow.peek() == 0
     with pytest.raises(PySparkException, match="does not exist"):
         replay(spark, parquet, "nobodys-queue", dsn=database)
-    with pytest.raises(PredicateError):
+    with pytest.raises(pipelines.PredicateError):
         replay(spark, parquet, queue.name, "payload = ", dsn=database)
     with pytest.raises(OptionError, match=r"^dsn is not a connection string"):
         replay(spark, parquet, queue.name, dsn='["service=a", "service=b"]')
