@@ -127,8 +127,8 @@ def check_shape(body: bytes) -> None:
     """Raise `ApiError` for JSON with too many values or digits, or too deep ones, before it is parsed."""
     windows = range(0, len(body), _WINDOW - 1)
     if len(body) > _FEW and any(b"0e" in body[at : at + _WINDOW].translate(_SHAPES) for at in windows):
-        digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
-        if digits > DIGITS_LIMIT:
+        exponents = (found[1][-6:] for found in _EXPONENT.finditer(body) if found[1])
+        if any(digits > DIGITS_LIMIT for digits in accumulate(min(int(each), 10**6) for each in exponents)):
             raise _too_many(f"{DIGITS_LIMIT} digits")
     opened = body.count(b"[") + body.count(b"{")
     if opened <= DEPTH_LIMIT and opened + body.count(b",") <= VALUES_LIMIT:
