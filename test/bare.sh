@@ -26,7 +26,7 @@ if [ ! -d "$cache/base" ]; then
     mkdir -p "$cache"
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Codename: bookworm' | head -n 1)
     rm -rf "$cache/partial"
-    debootstrap --variant=minbase --include=python3,make,ca-certificates bookworm "$cache/partial" "$mirror" >/dev/null
+    debootstrap --variant=minbase --include=python3,make,ca-certificates,git bookworm "$cache/partial" "$mirror" >/dev/null
     mv "$cache/partial" "$cache/base"
 fi
 root=$(mktemp -d "$cache/root.XXXXXX")

