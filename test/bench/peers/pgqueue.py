@@ -115,10 +115,12 @@ class GroupedQueue(GroupedPeer):
         f"select pgqueue.drop_queue('{QUEUE}')",
         f"select pgqueue.create_queue('{QUEUE}', group_limit => 1)",
     )
+    # Claims would have to move messages without the kind of the queue.
     filled_by = (
-        "insert into pgqueue.messages (queue_name, max_attempts, payload, headers)"
+        "insert into pgqueue.messages (queue_name, max_attempts, payload, headers, kind)"
         f" select '{QUEUE}', 5, %(payload)s::jsonb, jsonb_build_object('pgqueue.group',"
-        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end) from generate_series(1, %(messages)s) n"
+        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end), q.kind"
+        f" from generate_series(1, %(messages)s) n, pgqueue.queues q where q.name = '{QUEUE}'"
     )
     counted_by = "select count(*) from pgqueue.messages where headers ->> 'pgqueue.group' <> 'hot'"
 
