@@ -4852,12 +4852,42 @@ begin
     -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
     -- taking two messages of a group, as neither sees what the other has not committed. A group that another
     -- transaction has locked waits for its next turn.
+    if q.group_limit = 1 and q.on_dead <> 'hold' then
+        -- The second statement does the same, but to start it takes a tenth of the time of a claim.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, false as is_locked, 0 as found
+            union all
+            select w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
+            from walk w
+            cross join lateral (
+                select pgqueue._group_position(m.headers, m.id) as position, m.visible_at <= at as is_visible
+                from pgqueue.messages m
+                where pgqueue._is_in_queue(m, q.kind, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                    -- PostgreSQL compares it in the index, so no row that was removed before is read.
+                    and m.id + 0 >= first_id
+                limit 1
+            ) s
+            cross join lateral (
+                -- The lock of a group that gives no message would keep others from it until the transaction ends.
+                select case when s.is_visible
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
+                offset 0
+            ) h
+            where w.found < wanted and w.n < most_steps
+        )
+        select
+            array_agg(w.position) filter (where w.is_locked),
+            case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
+        into locked, next_position
+        from walk w;
+        return;
+    end if;
     with recursive walk as (
-        select
-            0 as n, from_position - 1 as position, false as is_locked, 0 as found
+        select 0 as n, from_position - 1 as position, false as is_locked, 0 as found
         union all
-        select
-            w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
+        select w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
         from walk w
         cross join lateral (
             select
@@ -4865,13 +4895,10 @@ begin
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) > w.position
-                and pgqueue._group_position(m.headers, m.id) < below_position
-                -- PostgreSQL compares it in the index, so no row that was removed before is read.
-                and m.id + 0 >= first_id
+                and pgqueue._group_position(m.headers, m.id) < below_position and m.id + 0 >= first_id
             limit 1
         ) s
         cross join lateral (
-            -- The lock of a group that gives no message would keep others from it until the transaction ends.
             -- Of a group that waits for a dead letter, spent messages are removed: at its start, or claimed before.
             select case
                 when case when q.group_limit = 1 then s.is_visible else
@@ -4972,17 +4999,15 @@ begin
     end if;
     ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        select w.* into walk
-        from pgqueue._walk_groups(
-            q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left)) w;
+        walk := pgqueue._walk_groups(
+            q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left));
         if walk.locked is not null then
             -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
             if pgqueue._has_fixed_snapshot() then
                 perform pgqueue._require_current_snapshot(format('queue %L', q.name));
             end if;
             locks_left := locks_left - cardinality(walk.locked);
-            select g.* into given
-            from pgqueue._claim_groups(q, at, walk.locked, first_id, wanted - cardinality(candidate_ids)) g;
+            given := pgqueue._claim_groups(q, at, walk.locked, first_id, wanted - cardinality(candidate_ids));
             candidate_ids := candidate_ids || given.ids;
             spent_ids := spent_ids || given.spent_ids;
         end if;
@@ -5566,6 +5591,7 @@ declare
     fresh_from_id bigint;
     is_fast_path boolean;
     found_ids bigint[];
+    slow record;
 begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise('queue_not_found', queue_name);
@@ -5625,8 +5651,9 @@ begin
         end if;
     end if;
 
-    select s.ids, s.kind into ids, kind
-    from pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids) s;
+    slow := pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids);
+    ids := slow.ids;
+    kind := slow.kind;
 end;
 $$;
 
@@ -5677,11 +5704,27 @@ set jit = off as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin
-    if candidates.kind is not null or candidates.ids = '{}' then
-        if candidates.ids <> '{}' then
-            return query
-            select * from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by);
-        end if;
+    if candidates.ids = '{}' then
+        return;
+    elsif cardinality(candidates.ids) > 1 and candidates.kind is not null then
+        return query
+        select * from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by);
+        return;
+    elsif candidates.kind is not null then
+        -- Without the function, a claim of one message takes 7 per cent less.
+        return query
+        update pgqueue.messages m
+        set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
+                claim.visibility_timeout,
+                (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
+            attempt_count = m.attempt_count + 1,
+            claimed_attempt = m.attempt_count + 1,
+            claim_token = (select gen_random_uuid()),
+            claimed_by = claim.claimed_by,
+            claimed_at = (select pgqueue._now())
+        where m.kind = candidates.kind and m.queue_name = claim.queue_name collate "C" and m.id = candidates.ids[1]
+        returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+            m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
     end if;
     return query

@@ -194,12 +194,42 @@ begin
     -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
     -- taking two messages of a group, as neither sees what the other has not committed. A group that another
     -- transaction has locked waits for its next turn.
+    if q.group_limit = 1 and q.on_dead <> 'hold' then
+        -- The second statement does the same, but to start it takes a tenth of the time of a claim.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, false as is_locked, 0 as found
+            union all
+            select w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
+            from walk w
+            cross join lateral (
+                select pgqueue._group_position(m.headers, m.id) as position, m.visible_at <= at as is_visible
+                from pgqueue.messages m
+                where pgqueue._is_in_queue(m, q.kind, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                    -- PostgreSQL compares it in the index, so no row that was removed before is read.
+                    and m.id + 0 >= first_id
+                limit 1
+            ) s
+            cross join lateral (
+                -- The lock of a group that gives no message would keep others from it until the transaction ends.
+                select case when s.is_visible
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
+                offset 0
+            ) h
+            where w.found < wanted and w.n < most_steps
+        )
+        select
+            array_agg(w.position) filter (where w.is_locked),
+            case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
+        into locked, next_position
+        from walk w;
+        return;
+    end if;
     with recursive walk as (
-        select
-            0 as n, from_position - 1 as position, false as is_locked, 0 as found
+        select 0 as n, from_position - 1 as position, false as is_locked, 0 as found
         union all
-        select
-            w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
+        select w.n + 1, s.position, h.is_locked, w.found + h.is_locked::int
         from walk w
         cross join lateral (
             select
@@ -207,13 +237,10 @@ begin
             from pgqueue.messages m
             where pgqueue._is_in_queue(m, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) > w.position
-                and pgqueue._group_position(m.headers, m.id) < below_position
-                -- PostgreSQL compares it in the index, so no row that was removed before is read.
-                and m.id + 0 >= first_id
+                and pgqueue._group_position(m.headers, m.id) < below_position and m.id + 0 >= first_id
             limit 1
         ) s
         cross join lateral (
-            -- The lock of a group that gives no message would keep others from it until the transaction ends.
             -- Of a group that waits for a dead letter, spent messages are removed: at its start, or claimed before.
             select case
                 when case when q.group_limit = 1 then s.is_visible else
@@ -314,17 +341,15 @@ begin
     end if;
     ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        select w.* into walk
-        from pgqueue._walk_groups(
-            q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left)) w;
+        walk := pgqueue._walk_groups(
+            q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left));
         if walk.locked is not null then
             -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
             if pgqueue._has_fixed_snapshot() then
                 perform pgqueue._require_current_snapshot(format('queue %L', q.name));
             end if;
             locks_left := locks_left - cardinality(walk.locked);
-            select g.* into given
-            from pgqueue._claim_groups(q, at, walk.locked, first_id, wanted - cardinality(candidate_ids)) g;
+            given := pgqueue._claim_groups(q, at, walk.locked, first_id, wanted - cardinality(candidate_ids));
             candidate_ids := candidate_ids || given.ids;
             spent_ids := spent_ids || given.spent_ids;
         end if;
