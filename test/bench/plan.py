@@ -245,8 +245,8 @@ def parts(full: bool) -> dict[str, Part]:
         ),
         "calls": Part(
             "What single calls cost the backend, and those of a consumer that keeps up: CPU in µs, 100 bytes",
-            rounds=300 if full else 60,
+            rounds=300 if full else 40,
             contestants=CALLED,
-            seconds=0.2,
+            seconds=0.04,
         ),
     }
