@@ -313,21 +313,14 @@ class Soak:
         ).fetchone()
         return row[0] if row else 0
 
-    def _backends(self, counted: str = "true") -> int:
-        """Return the number of connections for which `counted` holds, without those of the soak itself."""
-        own = [self.connection, self._pin, self._late.queue.connection if self._late else None]
-        spared = [connection.info.backend_pid for connection in own if connection is not None]
-        row = self.connection.execute(
-            f"select count(*) filter (where {counted}) from pg_stat_activity a"
-            " where a.backend_type = 'client backend' and a.pid <> all(%s)"
-            " and a.application_name not in ('pg_dump', 'psql', 'soak dump')",
-            (spared,),
-        ).fetchone()
-        return row[0] if row else 0
-
     def _terminate(self) -> None:
         self._did("terminations")
-        self.figures["backends terminated"] += self._backends("pg_terminate_backend(a.pid)")
+        # By name, which a connection that begins does not have yet: it can be that of pg_dump or psql.
+        ended = self.connection.execute(
+            "select count(*) filter (where pg_terminate_backend(a.pid)) from pg_stat_activity a"
+            " where a.application_name ~ '^soak [0-9]+$'"
+        ).fetchone()
+        self.figures["backends terminated"] += ended[0] if ended else 0
 
     def _restart(self) -> None:
         """Let the server crash and recover from WAL."""
@@ -365,7 +358,7 @@ class Soak:
                 psql = ["psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1", "--dbname", dsn]
                 failure = self._run_tool(*psql, given=dump.stdout).stderr
                 with dumping(dsn) as connection:
-                    for table in ("messages", "scheduled_messages", "dead_messages"):
+                    for table in ("messages", "scheduled_messages", "dead_messages") if not failure else ():
                         statement = f"select queue_name, {KEY} from pgqueue.{table}"
                         kept.update(connection.execute(statement.encode()).fetchall())
                 with dumping(self.server.dsn) as connection:
