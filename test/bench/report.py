@@ -408,8 +408,9 @@ def highlights(report: dict[str, Any]) -> str:
         )
         for system in ("pgqueue", "pgmq")
     )
-    for name, when in (("", "clean"), (", while a transaction pins the xmin horizon", "under")):
-        rows.append((f"enqueue, claim 1, ack{name}", [ours[when]["rate"]], [theirs[when]["rate"]]))
+    for name, when in (("before", "clean"), ("while", "under")):
+        named = f"enqueue, claim 1, ack, {name} a transaction pins the xmin horizon"
+        rows.append((named, [ours[when]["rate"]], [theirs[when]["rate"]]))
     for name, mine, other in rows:
         ratio = statistics.median(one / another for one, another in zip(mine, other, strict=True))
         lines.append([name, f"{statistics.median(mine):,.0f}", f"{statistics.median(other):,.0f}", f"{ratio:.1f}"])

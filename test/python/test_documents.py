@@ -89,12 +89,15 @@ class Pasting:
     def __init__(self, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.variables: dict[str, Any] = {"PGQUEUE_PASSWORD": "password"}
         self.dsn, self.directory, self.monkeypatch = dsn, directory, monkeypatch
-        self.out = ""
+        self.out = self.held = ""
 
     def paste(self, block: Block) -> None:
         match block.language:
-            case "sql":
-                self.out += psql(self.dsn, block.code)
+            case "sql":  # psql 15 would add to the arguments of \\gset what is pasted behind it
+                self.held += block.code
+                if not self.held.endswith("\\gset\n"):
+                    self.out += psql(self.dsn, self.held)
+                    self.held = ""
             case "python":
                 self.python(block.code)
             case "sh" if "curl" in block.code:
@@ -196,9 +199,9 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
 
 def test_a_message_goes_through_the_life_that_the_guarantees_show(pasted: tuple[str, str]) -> None:
     answers = pasted[1].splitlines()
-    assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
-    assert answers[5] == "t"  # ack
-    assert answers[6].split("|")[:5] == ["orders", "0", "0", "1", "0"]  # what is left is scheduled
+    assert answers[1:4] == ["1", "2", '{"order_id": 1001}|t|t']  # two ids, extend, nack
+    assert answers[4] == "1|2|card declined|t"  # ack
+    assert answers[5].split("|")[:5] == ["orders", "0", "0", "1", "0"]  # what is left is scheduled
     plain = psql(pasted[0], blocks("sql/REFERENCE.md", "sql")[0].code).splitlines()  # claims what it inserted
     assert plain[0] == "3"
     assert plain[1].startswith('3|{"order_id": 1003}|1|')
