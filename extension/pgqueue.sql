@@ -10,8 +10,8 @@ begin
         raise exception using
             errcode = 'duplicate_schema',
             message = 'schema "pgqueue" already exists',
-            hint = 'This file does not replace an installation. "pgqueue upgrade" upgrades it. "pgqueue uninstall" or '
-                '"drop schema pgqueue cascade" removes it with all its messages.';
+            hint = 'This file does not replace an installation. "pgqueue upgrade" upgrades it. "pgqueue uninstall" removes '
+                'it with all its messages, as does "drop extension pgqueue" or, if it is none, "drop schema pgqueue cascade".';
     end if;
 end;
 $$;

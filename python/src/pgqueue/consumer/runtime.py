@@ -168,7 +168,7 @@ class Runtime:
         if is_opening or self.stats.circuit == "open":
             pause = timings.open_pause
         pause *= random.uniform(0.75, 1.25)  # noqa: S311
-        self.log(level, f"{_one_line(error)}; the next attempt follows in {pause:.1f} s")
+        self.log(level, f"{_one_line(error)}; the next attempt follows in {pause:.2g} s")
         self._not_before = now + pause
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
