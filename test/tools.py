@@ -45,6 +45,7 @@ REDIS: dict[str, str | None] = dict.fromkeys(
     (
         "redis-server",
         "redis-tools",
+        "libatomic1",
         "libhiredis0.14",
         "libjemalloc2",
         "liblua5.1-0",
