@@ -82,7 +82,7 @@ def test_a_release_is_refused_if_verify_fails(checkout: Checkout) -> None:
     done = checkout.release("9.0.0")
     assert done.returncode == 1
     assert "verify failed:\nMETA.json has version 7" in done.stderr
-    assert checkout.git("tag") == ""
+    assert "v9.0.0" not in checkout.git("tag").split()
 
 
 @pytest.mark.long(part="release")
@@ -126,7 +126,7 @@ def test_a_release_has_the_version_everywhere_and_its_scripts_never_change(check
     assert (checkout.path / "extension/pgqueue--9.0.0--9.1.0-dev.sql").exists()
     done = checkout.release("9.1.0")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (checkout.path / "extension").glob("pgqueue--*9.*.sql")) == [
+    assert sorted(path.name for path in (checkout.path / "extension").glob("pgqueue--9.*.sql")) == [
         "pgqueue--9.0.0--9.1.0.sql",
         "pgqueue--9.0.0.sql",
         "pgqueue--9.1.0.sql",

@@ -40,7 +40,7 @@ def test_a_database_of_a_released_version_is_upgraded_to_the_next_with_all_its_m
     assert found("^default_version *= *'(.*)'", checkout.path / "pgqueue.control") == following
 
     scripts = {path.name: path.read_text() for path in (checkout.path / "extension").glob("pgqueue--*.sql")}
-    assert sorted(scripts) == sorted(f"pgqueue--{each}.sql" for each in (version, f"{version}--{following}", following))
+    assert {f"pgqueue--{each}.sql" for each in (version, f"{version}--{following}", following)} <= scripts.keys()
     with started(18) as server, server.database("upgraded") as upgraded:
         offer(server, scripts)
         with server.connect(upgraded) as connection:

@@ -21,6 +21,7 @@ from clients import PATIENCE
 from served import ACCESSES, ADMIN, HASH, needs
 
 if TYPE_CHECKING:
+    from pgqueue._tasks import end_tasks
     from pgqueue.http import Limits, Service, Settings, User, create_app, memory
     from pgqueue.http.app import Application
     from pgqueue.http.databases import Databases
@@ -64,6 +65,7 @@ async def web(app: Application, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(Databases, "control", unreachable)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", auth=ADMIN) as client:
         yield client
+    await end_tasks([*app.state.context.background_tasks])  # They would open a pool, which no test closes.
 
 
 async def refusal(web: httpx.AsyncClient, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
