@@ -69,6 +69,8 @@ def group(item: pytest.Item) -> str:
     """The tests of a group run in one process: a file, the tests of the Spark session, those of the HTTP server."""
     if SERVED.fullmatch(item.path.stem):
         return "http"
+    if item.path.stem == "test_foreign_suites":
+        return item.name  # Each waits in other processes, for up to ten minutes.
     return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
 
 

@@ -96,8 +96,7 @@ class Pasting:
             case "sql":  # psql 15 would add to the arguments of \\gset what is pasted behind it
                 self.held += block.code
                 if not self.held.endswith("\\gset\n"):
-                    self.out += psql(self.dsn, self.held)
-                    self.held = ""
+                    self.out, self.held = self.out + psql(self.dsn, self.held), ""
             case "python":
                 self.python(block.code)
             case "sh" if "curl" in block.code:

@@ -395,8 +395,7 @@ def test_a_start_continues_after_its_callers_were_killed(home: Path, quick_initd
     def kill_caller(begun: Callable[[psutil.Process], bool], how: signal.Signals) -> int:
         words, env = [*COMMAND, "list"], environment(PGQUEUE_HOME=home)
         with subprocess.Popen(words, env=env, stderr=subprocess.PIPE) as command:
-            process = psutil.Process(command.pid)
-            wait_for(lambda: begun(process))
+            wait_for(lambda: begun(psutil.Process(command.pid)))
             command.send_signal(how)
             return command.wait(PATIENCE)
 
