@@ -70,7 +70,7 @@ def group(item: pytest.Item) -> str:
     if SERVED.fullmatch(item.path.stem):
         return "http"
     if item.path.stem == "test_foreign_suites":
-        return item.name  # Each waits in other processes, for up to ten minutes.
+        return item.name  # Each waits in other processes, for many minutes.
     return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
