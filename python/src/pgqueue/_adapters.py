@@ -18,7 +18,7 @@ from psycopg.types.json import Json, Jsonb
 
 from .message import UnreadableJson
 
-__all__ = ["Adapters", "AsyncOwnCursor", "OwnCursor", "client_adapters", "lenient_decoder"]
+__all__ = ["Adapters", "AsyncOwnCursor", "Moments", "OwnCursor", "client_adapters", "lenient_decoder"]
 
 JsonLoads = Callable[[bytes], Any]
 JsonDumps = Callable[[Any], str | bytes]
@@ -136,8 +136,11 @@ class _Context(NamedTuple):
     connection: Any
 
 
-class _Moments(TimestamptzLoader):
+class Moments(TimestamptzLoader):
+    """Loads timestamps from text."""
+
     def load(self, data: abc.Buffer) -> datetime:
+        """Convert one; one beyond Python's range becomes the first or the last."""
         try:
             return super().load(data)
         except DataError:
@@ -173,7 +176,7 @@ def lenient_decoder(cursor: Any) -> abc.Transformer:
     adapters = Adapters(cursor.adapters)
     for json_loader in (_LenientJsonbLoader, _LenientJsonbBinaryLoader):
         adapters.register_loader("jsonb", json_loader)
-    for loader in (_Moments, _BinaryMoments):
+    for loader in (Moments, _BinaryMoments):
         adapters.register_loader("timestamptz", loader)
     made: abc.Transformer = Transformer(_Context(adapters, cursor.connection))
     made.set_pgresult(cursor.pgresult)

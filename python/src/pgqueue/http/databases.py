@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from types import coroutine
 from typing import Any, Final
@@ -15,13 +15,12 @@ from typing import Any, Final
 import msgspec
 import psycopg
 from psycopg import AsyncConnection, AsyncRawCursor
-from psycopg.abc import Buffer
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.types.datetime import TimestamptzLoader
 from psycopg.types.json import Json, Jsonb, set_json_loads
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
+from .._adapters import Moments
 from .._connections import complete_conninfo, is_broken, is_proxied, set_up
 from .._files import FIND_INSTALLATION, missing_installation
 from ..client import AsyncQueue
@@ -91,19 +90,6 @@ def as_json(body: bytes, kind: type[Json | Jsonb] = Jsonb) -> str | Json | Jsonb
     return kind(body, bytes) if len(body) > LARGE_BYTES else body.decode()
 
 
-class _TimestampLoader(TimestamptzLoader):
-    """Loads `timestamptz`. A value beyond those of Python, such as infinity, becomes the nearest one."""
-
-    def load(self, data: Buffer) -> datetime:
-        """Convert the text of a timestamp."""
-        text = bytes(data)
-        try:
-            return super().load(data)
-        except psycopg.DataError:
-            limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
-            return limit.replace(tzinfo=UTC)
-
-
 async def _finish(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine to its end, also if the task is cancelled. If it does not wait, this takes no turn of the event
     loop, of which a task takes two.
@@ -153,7 +139,7 @@ class _Pool:
 
     async def _configure(self, connection: Connection) -> None:
         set_json_loads(msgspec.Raw, connection)
-        connection.adapters.register_loader("timestamptz", _TimestampLoader)
+        connection.adapters.register_loader("timestamptz", Moments)
         isolation = b"set default_transaction_isolation = 'read committed'; "
         settings = b"; ".join(b"set " + each for each in _settings(self._limits))
         await connection.wait(set_up(connection, isolation + settings))
