@@ -149,6 +149,7 @@ async def _wait_for(targets: list[Target], body: Claim, seconds: float) -> Answe
         channels = [await AsyncQueue(connection, each.name).channel() for each in targets]
         proxied = is_proxied(connection)
     interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
+    look = prepare_wait_and_look([each.name for each in targets], 1, interval)
     conninfo = context.databases.conninfo((target.service, target.database))
     stopping = asyncio.create_task(context.stopping.wait())
     try:
@@ -157,11 +158,12 @@ async def _wait_for(targets: list[Target], body: Claim, seconds: float) -> Answe
             while time.monotonic() < until and not stopping.done() and not await target.call.is_disconnected():
                 if not proxied:
                     await waiter.listen()
-                rest = min([interval.total_seconds(), *[await _seconds_until_due(each, interval) for each in targets]])
+                async with target.connection() as connection:
+                    ((due, _),) = await (await connection.execute(look.text, look.values)).fetchall()
                 # A claim can find messages that the look did not count.
                 if (answer := await _claim_once(targets, body)) is not None:
                     return answer
-                rest = max(0.01, min(until - time.monotonic(), rest))
+                rest = max(0.01, min(until - time.monotonic(), due))
                 notified = asyncio.create_task(waiter.notified.wait())
                 try:
                     await asyncio.wait({stopping, notified}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
@@ -170,12 +172,3 @@ async def _wait_for(targets: list[Target], body: Claim, seconds: float) -> Answe
     finally:
         stopping.cancel()
     return None
-
-
-async def _seconds_until_due(target: Target, interval: timedelta) -> float:
-    """Announce that a session waits for a message of the queue, and look when the next one is due."""
-    waiting = prepare_wait_and_look([target.name], 1, interval)
-    async with target.connection() as connection:
-        cursor = await connection.execute(waiting.text, waiting.values)
-        found, _ = await cursor.fetchone() or (0.0, 0)
-    return float(found)
