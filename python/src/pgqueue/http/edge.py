@@ -64,7 +64,7 @@ class Edge:
         # The route sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its method.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         memory = inner["body_memory"] = BodyMemory(self._held)
-        response = _ResponseSender(send, inner is scope, memory)
+        response = _ResponseSender(send, memory)
         try:
             async with asyncio.timeout(self._seconds):
                 await self._serve(inner, receive, response)
@@ -97,7 +97,8 @@ class Edge:
             await answer(scope, receive, response.send)
         except ClientDisconnect as error:
             _forget_frames(error)
-            await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it
+            gone = ApiError(400, "bad_request", "the client has disconnected")  # nobody reads it
+            await self._respond_to(gone, scope, receive, response)
         except Exception as error:
             if response.status:
                 raise
@@ -127,47 +128,35 @@ class Edge:
         route: Route | None = scope.get("route")
         accepts = dict(scope["headers"]).get(b"accept", b"")
         if route.is_page if route else b"text/html" in accepts and answer.status != 303:
-            await self._error_page(scope, answer)(scope, receive, response.send)
+            shown = self._error_page(scope, answer)
         else:
-            await response.fail(answer)
+            shown = Answer(answer.status, error_body(answer), headers=answer.headers)
+        await shown(scope, receive, response.send)
 
 
 class _ResponseSender:
     """Sends the response of a route, or an error in its place, with the security headers. A large one is sent in parts,
-    as the client reads them: its memory is counted meanwhile.
+    as the client reads them: its memory is counted meanwhile. The server sends no body to a request with HEAD.
     """
 
-    def __init__(self, send: Send, with_body: bool, memory: BodyMemory) -> None:
+    def __init__(self, send: Send, memory: BodyMemory) -> None:
         self._send = send
-        self._with_body = with_body
         self._memory = memory
         self.status = 0
-
-    async def fail(self, error: ApiError) -> None:
-        """Send an error in place of the route's response, unless that has started."""
-        if not self.status:
-            await Answer(error.status, error_body(error), headers=error.headers)({}, _no_body, self.send)
 
     async def send(self, message: Message) -> None:
         """Send a part of the response."""
         if message["type"] == "http.response.start":
             given = [*message.get("headers", ())]
-            if self._with_body:
-                self._memory.take_response(next((int(value) for name, value in given if name == b"content-length"), 0))
+            self._memory.take_response(next((int(value) for name, value in given if name == b"content-length"), 0))
             self.status = message["status"]
             names = {name for name, _ in given}
             message = {**message, "headers": given + [each for each in _RESPONSE_HEADERS if each[0] not in names]}
-        elif not self._with_body:
-            message = {**message, "body": b""}
         elif len(body := message.get("body", b"")) > PART_BYTES:
             for at in range(0, len(body) - PART_BYTES, PART_BYTES):
                 await self._send({**message, "body": body[at : at + PART_BYTES], "more_body": True})
             message = {**message, "body": body[-(len(body) % PART_BYTES or PART_BYTES) :]}
         await self._send(message)
-
-
-async def _no_body() -> Message:
-    return {"type": "http.disconnect"}
 
 
 def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import psycopg
-from msgspec import Struct
+from msgspec.json import encode
 from psycopg import AsyncConnection
 from psycopg.types.json import Json
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from .databases import as_json, fetch
 from .errors import ApiError
@@ -23,22 +23,23 @@ _FIND: Final = (
 _END: Final = b"update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2 returning 1"
 
 
-class Answer(Struct, frozen=True):
-    """A response: an HTTP status and JSON in UTF-8. `replayed` is true if its effect had run before."""
+class Answer(Response):
+    """A response with JSON: its bytes, or a value. `replayed` is true if its effect had run before."""
 
-    status: int
-    json: bytes
-    replayed: bool = False
-    headers: Mapping[str, str] = {}
+    media_type = "application/json"
+    body: bytes
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send it, as an ASGI application."""
-        headers = [(b"content-length", b"%d" % len(self.json)), (b"content-type", b"application/json")]
-        if self.replayed:
-            headers.append((b"idempotent-replayed", b"true"))
-        headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.json})
+    def __init__(
+        self, status: int, content: Any, replayed: bool = False, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(content, status, headers)
+        self.replayed = replayed
+        if replayed:
+            self.headers["Idempotent-Replayed"] = "true"
+
+    def render(self, content: Any) -> bytes:
+        """The JSON of the content."""
+        return content if isinstance(content, bytes) else encode(content)
 
 
 class EffectKey(NamedTuple):
@@ -81,5 +82,5 @@ async def run_once(
                 raise ApiError(422, "idempotency_key_reused", message, "Idempotency-Key", key.key, limit)
             return Answer(status, stored, True)
         answer = await effect()
-        await fetch(connection, _END, key.scope, key.key, answer.status, as_json(answer.json, Json))
+        await fetch(connection, _END, key.scope, key.key, answer.status_code, as_json(answer.body, Json))
         return answer

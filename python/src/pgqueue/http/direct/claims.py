@@ -73,7 +73,7 @@ async def _claim_once(targets: list[Target], body: Claim) -> Answer | None:
     try:
         answer = await asyncio.shield(claiming)
         if answer is not None:
-            call.memory.take_response(len(answer.json))
+            call.memory.take_response(len(answer.body))
         is_undelivered = answer is not None and await call.is_disconnected()
         return answer
     finally:
@@ -108,7 +108,7 @@ async def _claim(targets: list[Target], body: Claim, begun: asyncio.Event) -> An
         for name, _, ids in [(target.name, None, range(number))] if names is None else _held(target, answer):
             replace(target, name=name).count("claimed", len(ids))
         if target.key is not None:  # it is stored, by way of copies
-            call.memory.take_response(2 * len(answer.json))
+            call.memory.take_response(2 * len(answer.body))
         return answer
 
     # Nothing is known of a queue before its first claim.
@@ -122,7 +122,7 @@ async def _claim(targets: list[Target], body: Claim, begun: asyncio.Event) -> An
 def _held(target: Target, answer: Answer) -> list[tuple[str, UUID, list[int]]]:
     """For each queue and token the ids of the claimed messages."""
     claims: dict[tuple[str, UUID], list[int]] = {}
-    for each in decode(answer.json, type=dict[str, list[_Held]])["messages"]:
+    for each in decode(answer.body, type=dict[str, list[_Held]])["messages"]:
         claims.setdefault((each.queue_name or target.name, each.claim_token), []).append(each.id)
     return [(name, token, ids) for (name, token), ids in claims.items()]
 

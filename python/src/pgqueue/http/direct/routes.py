@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Final
 
 from msgspec import Raw, Struct
-from msgspec.json import encode
 
 from ...client import AsyncQueue, AsyncQueues
 from ..calls import Call, Routes, Target, database_of, target_of
@@ -90,7 +89,7 @@ class Verb:
             nonlocal number
             rows = await fetch(connection, self._statement(given), target.name, *given.values())
             number, result = self._result(body, rows)
-            return Answer(self.status, encode(result))
+            return Answer(self.status, result)
 
         async with naming(target.connection, [body]):
             answer = await target.run_once(effect)
@@ -177,7 +176,7 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
 
     async def effect(connection: Connection) -> Answer:
         sent = await enqueue_messages(connection, target.name, target.body, is_one, are_plain)
-        return Answer(201, encode({"message_ids": sent}))
+        return Answer(201, {"message_ids": sent})
 
     async with naming(target.connection, body.messages, "messages[{}]."):
         answer = await target.run_once(effect)
@@ -216,14 +215,14 @@ async def list_queues(target: Target, _: Where) -> Answer:
         queues = []  # pgqueue is not installed there yet
     hidden, sees = target.call.context.settings.tasks.queue, current().sees
     seen = [each for each in queues if each.name != hidden and sees(target.service, target.database, each.name)]
-    return Answer(200, encode({"queues": [settings_of(each) for each in seen]}))
+    return Answer(200, {"queues": [settings_of(each) for each in seen]})
 
 
 @verb("stats", SEES, structs.DirectStats)
 async def stats(target: Target, _: Where) -> Answer:
     """The depth of a queue. Cheap on a deep queue."""
     async with target.connection() as connection:
-        return Answer(200, encode(await AsyncQueue(connection, target.name).stats()))
+        return Answer(200, await AsyncQueue(connection, target.name).stats())
 
 
 @verb("browse_dead_messages", READER, structs.DeadLetters, query=Page)
@@ -245,7 +244,7 @@ async def list_schedules(target: Target, _: Where) -> Answer:
             message = f"the schedules of the queue have {size} bytes, over the limit of {_LIST_LIMIT}: list them in SQL"
             raise ApiError(413, "response_too_large", message, "queue_name", target.name, f"{_LIST_LIMIT} bytes")
         queue = AsyncQueue(connection, target.name, json_loads=Raw)
-        return Answer(200, encode({"schedules": await queue.list_schedules()}))
+        return Answer(200, {"schedules": await queue.list_schedules()})
 
 
 @verb("list_subscriptions", SUBSCRIBER, structs.Subscriptions)
@@ -253,7 +252,7 @@ async def list_subscriptions(target: Target, _: Where) -> Answer:
     """The subscriptions of the queue, by topic."""
     async with target.connection() as connection:
         found = await AsyncQueue(connection, target.name).list_subscriptions()
-        return Answer(200, encode({"subscriptions": found}))
+        return Answer(200, {"subscriptions": found})
 
 
 @verb("publish", Need(("producer",), "database"), structs.Count, Publish, of_queue=False, tag="topics", status=201)
@@ -265,7 +264,7 @@ async def publish(target: Target, body: Publish) -> Answer:
 
     async def effect(connection: Connection) -> Answer:
         ((count,),) = await fetch(connection, PUBLISH, as_json(target.body))
-        return Answer(201, encode({"count": count}))
+        return Answer(201, {"count": count})
 
     async with naming(target.connection, [body]):
         return await target.run_once(effect)

@@ -167,11 +167,11 @@ class Agent:
                 if not await fetch(target, _LOCK_QUEUE, queue.id):
                     raise _TaskRefused("the queue is deleted")
                 sent[:] = await enqueue_messages(target, queue.name, request)
-                return Answer(200, encode({"message_ids": sent}))
+                return Answer(200, {"message_ids": sent})
 
             answer = await run_once(target, EffectKey("task", str(task.id)), effect)
         self._metrics.messages(*place, queue.name, "enqueued", len(sent))
-        return answer.json.decode()
+        return answer.body.decode()
 
     async def _read_stats(self, queue: QueueBody) -> str:
         async with self._databases.target(queue.service_id, queue.database_name) as target:

@@ -4,8 +4,6 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
-from msgspec.json import encode
-from msgspec.structs import replace
 from psycopg import AsyncConnection
 
 from ..calls import Call, Routes, check_not_reserved, find_database, find_service, is_queue_name
@@ -64,11 +62,11 @@ async def create_queue(call: Call) -> Answer:
             if queue is None:
                 message = f"service {service.id} already has a queue {body.name}"
                 raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
-            return Answer(201, encode(queue))
+            return Answer(201, queue)
 
         answer = await run_once(connection, key, effect)
-    location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
-    return replace(answer, headers={"Location": location})
+    answer.headers["Location"] = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
+    return answer
 
 
 @ROUTES.add("GET", _PATH, LISTS, tag=_TAG, answer=QueueList)
@@ -78,7 +76,7 @@ async def list_queues(call: Call) -> Answer:
     async with call.context.databases.control() as connection:
         queues = await registry.list_all(connection, service.id)
     seen = [each for each in queues if current().sees(service.id, each.database_name, each.name)]
-    return Answer(200, encode({"queues": msgspec.convert(seen, list[ListedQueue], from_attributes=True)}))
+    return Answer(200, {"queues": msgspec.convert(seen, list[ListedQueue], from_attributes=True)})
 
 
 @ROUTES.add("GET", _QUEUE, SEES, tag=_TAG, answer=QueueBody)
@@ -86,7 +84,7 @@ async def get_queue(call: Call) -> Answer:
     """A queue, by name."""
     service = _service(call)
     async with call.context.databases.control() as connection:
-        return Answer(200, encode(await _found(connection, service, call.path_params["queue_name"])))
+        return Answer(200, await _found(connection, service, call.path_params["queue_name"]))
 
 
 @ROUTES.add("DELETE", _QUEUE, ADMIN, tag=_TAG, answer=QueueBody, status=202)
@@ -96,7 +94,7 @@ async def delete_queue(call: Call) -> Answer:
     async with context.databases.control() as connection:
         await _found(connection, service, queue_name)
         queue = await registry.delete(connection, context.settings.tasks.queue, service.id, queue_name)
-        return Answer(202, encode(queue or await _found(connection, service, queue_name)))
+        return Answer(202, queue or await _found(connection, service, queue_name))
 
 
 @ROUTES.add("POST", f"{_QUEUE}/messages", PRODUCER, tag=_TAG, answer=TaskId, body=EnqueueRequest, status=202)
@@ -150,7 +148,7 @@ async def _submit(call: Call, service: Service, kind: registry.TaskKind, request
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
             if request is not None:
                 await check_sizes(connection, request)
-            return Answer(202, encode({"task_id": await registry.submit(connection, tasks, kind, row.id, request)}))
+            return Answer(202, {"task_id": await registry.submit(connection, tasks, kind, row.id, request)})
 
         return await run_once(connection, key, effect)
 

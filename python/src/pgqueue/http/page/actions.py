@@ -193,7 +193,7 @@ def _add(action: str, verb: Verb, more: dict[str, Any], done: str) -> None:
         place, form = place_of(call), await read_form(call)
         name = form.get("schedule" if field == "name" else field, "").strip()
         answer = await verb.run(Target(call, *place), convert(verb.body, {field: name} | more))
-        (result,) = decode(answer.json).values()
+        (result,) = decode(answer.body).values()
         to = "queue/schedules" if current().may(_SEES.accesses, *place) else ""
         return back_to(to, place, done=done.format(queue=place[2], name=name, result=result))
 
