@@ -5,8 +5,8 @@ service, the database and the queue that a request names.
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope
 
 from .._listener import NotificationListeners
+from ..client import AsyncQueue
 from .databases import LARGE_BYTES, Connection, Databases
 from .decoding import convert, decode
 from .errors import ApiError, database_not_found, from_http_status, queue_not_found, service_not_found
@@ -93,16 +94,6 @@ def find_database(service: Service, name: str | None) -> str:
     return name
 
 
-def find_queue(context: Context, service: str | None, database: str | None, name: str) -> tuple[str, str, str]:
-    """The names of a queue, which need not exist. Raises `ApiError`: 404, or 403 if the user lacks the access."""
-    found = find_service(context, service)
-    place = found.id, find_database(found, database), name
-    if not is_queue_name(name) or name == context.settings.tasks.queue:
-        raise queue_not_found(name)
-    current().check(*place)
-    return place
-
-
 class Call(Request):
     """A request of a route."""
 
@@ -169,9 +160,15 @@ class Target:
     key: EffectKey | None = None
     body: bytes = b""
 
-    def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
-        """A connection to the database of the queue, as `Databases.target` has it."""
-        return self.call.context.databases.target(self.service, self.database, prepare, is_large=is_large)
+    def connection(self, **kinds: bool) -> AbstractAsyncContextManager[Connection]:
+        """A connection to the database of the queue, with the arguments of `Databases.target`."""
+        return self.call.context.databases.target(self.service, self.database, **kinds)
+
+    @asynccontextmanager
+    async def queue(self, is_slow: bool = False) -> AsyncIterator[AsyncQueue]:
+        """The verbs of the queue on a connection. A search is slow: it may take seconds."""
+        async with self.connection(is_slow=is_slow) as connection:
+            yield AsyncQueue(connection, self.name)
 
     def count(self, operation: str, number: int) -> None:
         """Add to the metrics of the queue."""
@@ -184,7 +181,8 @@ class Target:
 
     async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
         """Run an effect on a connection; only once if the request has an idempotency key."""
-        async with self.connection(self.key is not None, is_large or len(self.body) > LARGE_BYTES) as connection:
+        is_large = is_large or len(self.body) > LARGE_BYTES
+        async with self.connection(prepare=self.key is not None, is_large=is_large) as connection:
             return await run_once(connection, self.key, lambda: effect(connection))
 
 
@@ -194,10 +192,20 @@ def database_of(call: Call) -> tuple[str, str]:
     return service.id, find_database(service, call.query_params.get("database_name"))
 
 
+def find_queue(call: Call, service: str | None, database: str | None, name: str) -> Target:
+    """A queue, which need not exist. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    found = find_service(call.context, service)
+    target = Target(call, found.id, find_database(found, database), name)
+    if not is_queue_name(name) or name == call.context.settings.tasks.queue:
+        raise queue_not_found(name)
+    current().check(*target.place)
+    return target
+
+
 def target_of(call: Call, queue_name: str) -> Target:
-    """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    """The queue that a request of a direct route names. Raises the errors of `find_queue`."""
     query = call.query_params if call.scope["query_string"] else {}
-    return Target(call, *find_queue(call.context, query.get("service_id"), query.get("database_name"), queue_name))
+    return find_queue(call, query.get("service_id"), query.get("database_name"), queue_name)
 
 
 Endpoint = Callable[[Call], Awaitable[ASGIApp]]

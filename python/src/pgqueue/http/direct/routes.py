@@ -221,8 +221,8 @@ async def list_queues(target: Target, _: Where) -> Answer:
 @verb("stats", SEES, structs.DirectStats)
 async def stats(target: Target, _: Where) -> Answer:
     """The depth of a queue. Cheap on a deep queue."""
-    async with target.connection() as connection:
-        return Answer(200, await AsyncQueue(connection, target.name).stats())
+    async with target.queue() as queue:
+        return Answer(200, await queue.stats())
 
 
 @verb("browse_dead_messages", READER, structs.DeadLetters, query=Page)
@@ -250,9 +250,8 @@ async def list_schedules(target: Target, _: Where) -> Answer:
 @verb("list_subscriptions", SUBSCRIBER, structs.Subscriptions)
 async def list_subscriptions(target: Target, _: Where) -> Answer:
     """The subscriptions of the queue, by topic."""
-    async with target.connection() as connection:
-        found = await AsyncQueue(connection, target.name).list_subscriptions()
-        return Answer(200, {"subscriptions": found})
+    async with target.queue() as queue:
+        return Answer(200, {"subscriptions": await queue.list_subscriptions()})
 
 
 @verb("publish", Need(("producer",), "database"), structs.Count, Publish, of_queue=False, tag="topics", status=201)

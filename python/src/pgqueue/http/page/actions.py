@@ -9,15 +9,14 @@ from starlette.responses import RedirectResponse, Response
 
 from ..._wording import counted as count
 from ...client import AsyncQueue
-from ..calls import Call, Context, Routes, Target
+from ..calls import Call, Routes, Target
 from ..decoding import convert
 from ..direct.routes import VERBS, Verb
 from ..direct.structs import REDRIVE_LIMIT
 from ..errors import ApiError
 from ..managed import registry
-from ..metrics import Place
 from ..security.rights import ADMIN, Need, current
-from .rendering import Form, View, back_to, explain, message_ids, open_queue, place_of, pretty_json, read_form, render
+from .rendering import Form, View, back_to, explain, message_ids, pretty_json, queue_of, read_form, render
 from .search import LOOK_LIMIT, Filter, find_ids
 
 ROUTES: Final = Routes()
@@ -52,21 +51,21 @@ async def confirm(call: Call) -> Response:
     """The page that asks before dead letters are redriven or deleted: all, the selected (`id`), or those that a filter
     finds. The action `delete` is for selected messages that are ready or scheduled.
     """
-    place, given = place_of(call), call.parameters(View)
+    target, given = queue_of(call), call.parameters(View)
     selected = ",".join(call.query_params.getlist("id"))
     _check_action(given.action, _CONFIRMED_ACTIONS)
     if not selected and (given.of == "selected" or given.action == "delete"):
         raise ApiError(422, "invalid", "no message is selected: select at least one", "id")
     wanted = Filter.of(call) if given.of == "found" else Filter()
     ids, looked = message_ids(selected) if selected else None, 0
-    async with open_queue(call.context, place, is_slow=True) as queue:
+    async with target.queue(is_slow=True) as queue:
         stats = await queue.stats()
         if wanted.parameters():
             ids, looked = await find_ids(queue.connection, queue.name, wanted)
     return render(
         "confirm.html",
         call.scope,
-        place=place,
+        place=target.place,
         action=given.action,
         state=given.state or "dead",
         noun="message" if given.action == "delete" else "dead letter",
@@ -82,26 +81,26 @@ async def confirm(call: Call) -> Response:
 @ROUTES.page("POST", "/queue/{action}", ADMIN)
 async def act(call: Call) -> Response:
     """Run an action, and redirect to the page of the queue or of all queues."""
-    context, place, action = call.context, place_of(call), call.path_params["action"]
+    target, action = queue_of(call), call.path_params["action"]
     _check_action(action, {"pause", "resume", *_CONFIRMED_ACTIONS, *_REMOVALS})
     form = await read_form(call)
     if action in _REMOVALS:
-        return await _remove(call, place, action, form.get("typed", "").strip())
-    async with open_queue(context, place) as queue:
+        return await _remove(target, action, form.get("typed", "").strip())
+    async with target.queue() as queue:
         if action in _CONFIRMED_ACTIONS:
-            done, state = await _settle(context, queue, place, action, form)
+            done, state = await _settle(target, queue, action, form)
         elif action == "pause":
             done, state = f"{queue.name} is {'' if await queue.pause_queue() else 'already '}paused", None
         else:
             done, state = f"{queue.name} {'is resumed' if await queue.resume_queue() else 'was not paused'}", None
-    await context.sampler.sample(*place[:2])
+    await call.context.sampler.sample(*target.place[:2])
     if form.get("to") == "queues":
         view = urlencode({name: given for name, given in form.items() if name in ("find", "sort")})
         return RedirectResponse(f"../?{view}" if view else "../", 303)
-    return back_to("queue", place, state=state, done=done)
+    return back_to("queue", target.place, state=state, done=done)
 
 
-async def _settle(context: Context, queue: AsyncQueue, place: Place, action: str, form: Form) -> tuple[str, str]:
+async def _settle(target: Target, queue: AsyncQueue, action: str, form: Form) -> tuple[str, str]:
     """Redrive or delete messages. Returns what is done, and the state whose messages are shown then."""
     given = form.get("id", "")
     ids = None if given == "all" and action != "delete" else message_ids(given)  # all must be explicit: it is final
@@ -115,7 +114,7 @@ async def _settle(context: Context, queue: AsyncQueue, place: Place, action: str
         number = await queue.redrive(REDRIVE_LIMIT, ids)
     else:
         number = await queue.purge_dead_messages(ids)
-    context.metrics.messages(*place, "redriven" if action == "redrive" else "purged", number)
+    target.count("redriven" if action == "redrive" else "purged", number)
     return f"{'Redriven' if action == 'redrive' else 'Deleted'}: {count(number, 'dead letter')}", "dead"
 
 
@@ -128,8 +127,8 @@ def _check_action(action: str, known: Any) -> None:
 @ROUTES.page("GET", "/queue/drop_queue", ADMIN)
 async def removal_form(call: Call, typed: str = "", problem: ApiError | None = None) -> Response:
     """The page that asks before a queue is dropped, or before its messages except for its dead letters are removed."""
-    place, action = place_of(call), call.scope["path"].rpartition("/")[2]
-    async with open_queue(call.context, place) as queue:
+    target, action = queue_of(call), call.scope["path"].rpartition("/")[2]
+    async with target.queue() as queue:
         settings, stats = await queue.get_queue(), await queue.stats()
     lost = [
         f"{'about ' if name in stats.estimates else ''}{number:,} {noun.format('' if number == 1 else 's')}"
@@ -137,48 +136,48 @@ async def removal_form(call: Call, typed: str = "", problem: ApiError | None = N
         if (number := getattr(stats, name))
     ]
     verb = action.partition("_")[0].capitalize()
-    values: dict[str, Any] = {"place": place, "verb": verb, "lost": lost, "settings": settings, "typed": typed}
+    values: dict[str, Any] = {"place": target.place, "verb": verb, "lost": lost, "settings": settings, "typed": typed}
     return render("remove.html", call.scope, problem=problem, **values)
 
 
-async def _remove(call: Call, place: Place, action: str, typed: str) -> Response:
+async def _remove(target: Target, action: str, typed: str) -> Response:
     """Purge or drop a queue whose name is typed; a dropped one is deleted from the managed queues, too."""
-    context, is_drop, (service, database, name) = call.context, action == "drop_queue", place
+    context, is_drop, name = target.call.context, action == "drop_queue", target.name
     managed = None
     if is_drop:  # First: nothing is dropped while the control database is unreachable.
         async with context.databases.control() as connection:
-            managed = await registry.find(connection, service_id=service, name=name)
+            managed = await registry.find(connection, service_id=target.service, name=name)
     try:
         if typed != name:
             shown = f"the typed name is {typed[:128]!r}" if typed else "no name is typed"
             raise ApiError(422, "invalid", f"{shown}; type {name} to confirm", "typed", typed, name)
-        async with open_queue(context, place) as queue, queue.connection.transaction():
+        async with target.queue() as queue, queue.connection.transaction():
             removed = count(await (queue.drop_queue() if is_drop else queue.purge_queue()), "message")
     except psycopg.errors.DependentObjectsStillExist as error:
         text = f"{error.diag.message_primary}: {error.diag.message_detail}. Drop what depends on it first"
-        return await removal_form(call, typed, ApiError(409, "queue_in_use", text))
+        return await removal_form(target.call, typed, ApiError(409, "queue_in_use", text))
     except (ApiError, psycopg.Error) as error:
-        return await removal_form(call, typed, explain(error))
-    if managed is not None and managed.database_name == database:
+        return await removal_form(target.call, typed, explain(error))
+    if managed is not None and managed.database_name == target.database:
         async with context.databases.control() as connection:
-            await registry.delete(connection, context.settings.tasks.queue, service, name)
-    await context.sampler.sample(*place[:2])
+            await registry.delete(connection, context.settings.tasks.queue, target.service, name)
+    await context.sampler.sample(*target.place[:2])
     if is_drop:
-        return back_to("", place, done=f"{name} is dropped with {removed}")
-    return back_to("queue", place, done=f"Purged: {removed}")
+        return back_to("", target.place, done=f"{name} is dropped with {removed}")
+    return back_to("queue", target.place, done=f"Purged: {removed}")
 
 
 @ROUTES.page("GET", "/queue/schedules", _SEES)
 async def schedules(call: Call) -> Response:
     """The page of the schedules and subscriptions of a queue."""
-    place = place_of(call)
-    async with open_queue(call.context, place) as queue:
+    target = queue_of(call)
+    async with target.queue() as queue:
         rows = await (await queue.connection.execute(_SCHEDULES, [queue.name])).fetchall()
         subscriptions = await queue.list_subscriptions()
     return render(
         "schedules.html",
         call.scope,
-        place=place,
+        place=target.place,
         schedules=[(*row[:-1], pretty_json(row[-1] or "", _MAX_TEXT)) for row in rows],
         most=_MAX_SHOWN,
         subscriptions=subscriptions,
@@ -190,12 +189,12 @@ def _add(action: str, verb: Verb, more: dict[str, Any], done: str) -> None:
     field = verb.body.__struct_fields__[0]
 
     async def act(call: Call) -> Response:
-        place, form = place_of(call), await read_form(call)
+        target, form = queue_of(call), await read_form(call)
         name = form.get("schedule" if field == "name" else field, "").strip()
-        answer = await verb.run(Target(call, *place), convert(verb.body, {field: name} | more))
+        answer = await verb.run(target, convert(verb.body, {field: name} | more))
         (result,) = decode(answer.body).values()
-        to = "queue/schedules" if current().may(_SEES.accesses, *place) else ""
-        return back_to(to, place, done=done.format(queue=place[2], name=name, result=result))
+        to = "queue/schedules" if current().may(_SEES.accesses, *target.place) else ""
+        return back_to(to, target.place, done=done.format(queue=target.name, name=name, result=result))
 
     ROUTES.page("POST", f"/queue/{action}", verb.need)(act)
 

@@ -1,7 +1,6 @@
 """The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter, log in."""
 
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -24,9 +23,8 @@ from .rendering import (
     back_to,
     explain,
     message_ids,
-    open_queue,
-    place_of,
     pretty_json,
+    queue_of,
     queue_url,
     read_form,
     render,
@@ -146,37 +144,37 @@ async def create(call: Call) -> Response:
 @ROUTES.page("GET", "/queue/settings", ADMIN)
 async def settings_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for the settings of a queue."""
-    place = place_of(call)
-    async with open_queue(call.context, place) as queue:
+    target = queue_of(call)
+    async with target.queue() as queue:
         settings = await queue.get_queue()
     current_values = ((each, getattr(settings, each.name)) for each in _FIELDS)
     given = form or {each.name: each.text(value) for each, value in current_values if value not in (None, False)}
-    values: dict[str, Any] = {"place": place, "settings": settings, "fields": _FIELDS, "form": given}
+    values: dict[str, Any] = {"place": target.place, "settings": settings, "fields": _FIELDS, "form": given}
     return render("settings.html", call.scope, problem=problem, **values)
 
 
 @ROUTES.page("POST", "/queue/settings", ADMIN)
 async def change_settings(call: Call) -> Response:
     """Change the settings that differ, and redirect to the page of the queue."""
-    place, form = place_of(call), await read_form(call)
+    target, form = queue_of(call), await read_form(call)
     try:
-        async with open_queue(call.context, place) as queue, queue.connection.transaction():
+        async with target.queue() as queue, queue.connection.transaction():
             settings = await queue.get_queue()
             await queue.alter_queue(**{each.name: each.change(form, settings) for each in _FIELDS})
     except _ERRORS as error:
         return await settings_form(call, form, explain(error))
-    return back_to("queue", place, done="The settings are changed")
+    return back_to("queue", target.place, done="The settings are changed")
 
 
 @ROUTES.page("GET", "/queue/send", PRODUCER)
 async def send_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
-    place, given = place_of(call), form or Form()
+    target, given = queue_of(call), form or Form()
     copied = call.parameters(View)
     is_copy = copied.id and form is None
     if is_copy:
-        current().check(*place, READER.accesses)
-    async with open_queue(call.context, place) as queue:
+        current().check(*target.place, READER.accesses)
+    async with target.queue() as queue:
         settings = await queue.get_queue()
         if is_copy:
             given = await _copied(queue, copied.state, copied.id)
@@ -186,7 +184,7 @@ async def send_form(call: Call, form: Form | None = None, problem: ApiError | No
         *([] if settings.group_limit is None else [_GROUP_KEY]),
         *([_PRIORITY] if settings.priorities else []),
     ]
-    return render("send.html", call.scope, problem=problem, place=place, fields=fields, form=given)
+    return render("send.html", call.scope, problem=problem, place=target.place, fields=fields, form=given)
 
 
 async def _copied(queue: AsyncQueue, state: str, copied: str) -> Form:
@@ -211,10 +209,10 @@ async def _copied(queue: AsyncQueue, state: str, copied: str) -> Form:
 @ROUTES.page("POST", "/queue/send", PRODUCER)
 async def send(call: Call) -> Response:
     """Send a message, and delete the dead letter that it replaces in the same transaction. Redirect to the queue."""
-    context, place, form = call.context, place_of(call), await read_form(call)
+    target, form = queue_of(call), await read_form(call)
     replaced = message_ids(form["replaces"]) if "replaces" in form else []
     if replaced:
-        current().check(*place, ("admin",))
+        current().check(*target.place, ("admin",))
     # PostgreSQL reads the text of the JSON, so that no number changes.
     given = SimpleNamespace(**{name: form.get(name, "").strip() for name in ("payload", "headers")})
     headers: Any = Jsonb(given.headers, str) if given.headers else None
@@ -226,8 +224,8 @@ async def send(call: Call) -> Response:
         delay = _DELAY.read(form)
         dedup_key = None if replaced else _DEDUP_KEY.read(form)
         async with (
-            naming(partial(context.databases.target, *place[:2]), [given]),
-            open_queue(context, place) as queue,
+            naming(target.connection, [given]),
+            target.queue() as queue,
             queue.connection.transaction(),
         ):
             if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
@@ -237,14 +235,15 @@ async def send(call: Call) -> Response:
             sent = await queue.enqueue(Jsonb(given.payload, str), delay, headers, dedup_key=dedup_key, **keys)
     except _ERRORS as error:
         return await send_form(call, form, explain(error))
-    context.metrics.messages(*place, "enqueued", 1)
-    await context.sampler.sample(*place[:2])
+    target.count("enqueued", 1)
+    await call.context.sampler.sample(*target.place[:2])
     state = "scheduled" if delay else "ready"
     # enqueue returns the id of an earlier message if that one has the key.
     done = f"Message {sent} has the key {dedup_key}" if dedup_key else f"Sent as message {sent}"
     done += f"; dead letter {replaced[0]} is deleted" if replaced else ""
     # The page of the queue is not for each user.
-    return back_to("queue" if current().may(READER.accesses, *place) else "", place, state=state, done=done)
+    to = "queue" if current().may(READER.accesses, *target.place) else ""
+    return back_to(to, target.place, state=state, done=done)
 
 
 @ROUTES.page("GET", "/login", NOTHING)

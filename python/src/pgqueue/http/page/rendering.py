@@ -1,8 +1,7 @@
 """What the pages share: how they show figures and JSON, the queue of a request, forms, errors, the templates."""
 
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
@@ -16,10 +15,9 @@ from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
 from ..._wording import counted as count
-from ...client import AsyncQueue
 from ...errors import InvalidArgument
 from ...message import QueueStats, attempts_of
-from ..calls import Call, Context, find_queue
+from ..calls import Call, Target, find_queue
 from ..direct.structs import MAX_ID
 from ..errors import ApiError, from_database_error
 from ..managed.registry import QueueBody
@@ -205,18 +203,10 @@ def back_to(path: str, place: Place, **more: object) -> RedirectResponse:
     return RedirectResponse("../" + queue_url(path, place, **more), 303)
 
 
-def place_of(call: Call) -> Place:
+def queue_of(call: Call) -> Target:
     """The queue of a page. Raises `ApiError`: 404, 422, or 403 if the user lacks the access."""
     given = call.parameters(_Place)
-    return find_queue(call.context, given.service, given.database, given.name)
-
-
-@asynccontextmanager
-async def open_queue(context: Context, place: Place, is_slow: bool = False) -> AsyncIterator[AsyncQueue]:
-    """The queue on a connection to its database. A search is slow: it may take seconds."""
-    service, database, name = place
-    async with context.databases.target(service, database, is_slow=is_slow) as connection:
-        yield AsyncQueue(connection, name)
+    return find_queue(call, given.service, given.database, given.name)
 
 
 async def read_form(call: Call) -> Form:

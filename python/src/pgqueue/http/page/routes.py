@@ -23,7 +23,7 @@ from ..managed import registry
 from ..memory import run_beside
 from ..metrics import Place
 from ..security.rights import ALL, LISTS, READER, Need, current, forbidden
-from .rendering import Row, View, build_rows, message_ids, open_queue, place_of, pretty_json, render
+from .rendering import Row, View, build_rows, message_ids, pretty_json, queue_of, render
 from .search import LOOK_LIMIT, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
 
 ROUTES: Final = Routes()
@@ -84,10 +84,10 @@ async def _table(call: Call, template: str) -> Response:
 @ROUTES.page("GET", "/queue", READER)
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
-    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), call.parameters(View)
-    samples = context.sampler.samples(place)
+    target, wanted, shown = queue_of(call), Filter.of(call), call.parameters(View)
+    samples = call.context.sampler.samples(target.place)
     found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
-    async with open_queue(context, place, is_slow=True) as opened:
+    async with target.queue(is_slow=True) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
         state = shown.state or ("dead" if stats.dead_messages else "ready")
         try:
@@ -102,10 +102,10 @@ async def queue(call: Call) -> Response:
         "queue.html",
         call.scope,
         problem=refusal,
-        place=place,
+        place=target.place,
         settings=settings,
         stats=stats,
-        row=Row(place, stats),
+        row=Row(target.place, stats),
         states=STATES,
         state=state,
         filter=wanted,
@@ -124,15 +124,15 @@ async def queue(call: Call) -> Response:
 @ROUTES.page("GET", "/queue/message", READER)
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
-    place, given = place_of(call), call.parameters(View)
+    target, given = queue_of(call), call.parameters(View)
     wanted = message_ids(given.id)[0]
-    async with open_queue(call.context, place) as opened:
+    async with target.queue() as opened:
         found = await search(opened.connection, opened.name, given.state, Filter(id=wanted), 1, PAYLOAD_LIMIT)
     if not found.messages:
         text = f"message {wanted} is not there any more: it left the state {STATES[given.state].lower()}"
         raise ApiError(404, "message_not_found", text, "id", wanted)
     (shown,) = await _with_texts(found.messages, 2 * PAYLOAD_LIMIT)
-    return render("message.html", call.scope, place=place, state=given.state, states=STATES, message=shown)
+    return render("message.html", call.scope, place=target.place, state=given.state, states=STATES, message=shown)
 
 
 async def _with_texts(messages: list[Message], most: int = _MAX_TEXT) -> list[Message]:
