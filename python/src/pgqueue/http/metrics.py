@@ -199,11 +199,32 @@ class Sampler:
         return True
 
 
-class _QueueCollector(Collector):
+class Metrics(Collector):
+    """The counters of one server and the last samples of queues, in a registry of their own."""
+
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._requests = Histogram(
+            "pgqueue_http_request_seconds",
+            "Duration of requests.",
+            ("method", "route", "status"),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+            registry=self._registry,
+        )
+        self._request_counter = cache(self._requests.labels)
+        self._tasks = Counter(
+            "pgqueue_http_tasks",
+            "Tasks that this agent has completed or failed.",
+            ("kind", "status"),
+            registry=self._registry,
+        )
+        # By queue and operation, with the monotonic seconds at which it was counted last.
+        self._messages: dict[tuple[str, str, str, str], tuple[int, float]] = {}
 
     def collect(self) -> Any:
+        """What the registry does not have itself."""
         samples = [(place, samples[-1]) for place, samples in self._sampler.all_samples()]
         for kind, name, path, text in _FAMILIES:
             family = kind(f"pgqueue_{name}", text, labels=_QUEUE)
@@ -223,58 +244,30 @@ class _QueueCollector(Collector):
         for database, mark in sorted(self._sampler.last_message_ids.items()):
             ids.add_metric(database, mark)
         yield ids
-
-
-class Metrics:
-    """The counters of one server, in a registry of their own."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self._registry = CollectorRegistry()
-        self._registry.register(_QueueCollector(sampler))
-        self._requests = Histogram(
-            "pgqueue_http_request_seconds",
-            "Duration of requests.",
-            ("method", "route", "status"),
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-            registry=self._registry,
-        )
-        self._request_counter = cache(self._requests.labels)
-        self._messages = Counter(
+        messages = CounterMetricFamily(
             "pgqueue_http_messages",
             "Messages that this server has enqueued, claimed, released, acked, nacked, extended, redriven or purged.",
-            (*_QUEUE, "operation"),
-            registry=self._registry,
+            labels=(*_QUEUE, "operation"),
         )
-        self._message_counter = cache(self._messages.labels)
-        self._counted_at: dict[tuple[str, str, str, str], float] = {}  # monotonic seconds, by labels of `_messages`
-        self._tasks = Counter(
-            "pgqueue_http_tasks",
-            "Tasks that this agent has completed or failed.",
-            ("kind", "status"),
-            registry=self._registry,
-        )
+        there = {place for place, _ in samples}
+        for labels, (number, at) in list(self._messages.items()):
+            if labels[:3] in there or time.monotonic() < at + _KEEP_SECONDS:
+                messages.add_metric(labels, number)
+            else:
+                del self._messages[labels]
+        yield messages
 
     def request(self, method: str, route: object, status: int, seconds: float) -> None:
         """Count a request under its route, because the path may hold private data."""
         known = method if method in ("GET", "POST", "DELETE", "HEAD") else "other"
         self._request_counter(known, getattr(route, "path", "none"), str(status)).observe(seconds)
 
-    def _remove_gone_queues(self) -> None:
-        """Remove the counters of dropped queues: otherwise their number would grow without limit."""
-        there = {place for place, _ in self._sampler.all_samples()}
-        for labels, at in list(self._counted_at.items()):
-            if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
-                del self._counted_at[labels]
-                self._messages.remove(*labels)
-                self._message_counter.cache_clear()
-
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
         """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
-            self._counted_at[labels] = time.monotonic()
-            self._message_counter(*labels).inc(number)
+            before, _ = self._messages.get(labels, (0, 0.0))
+            self._messages[labels] = before + number, time.monotonic()
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""
@@ -282,5 +275,4 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        self._remove_gone_queues()
         return generate_latest(self._registry)
