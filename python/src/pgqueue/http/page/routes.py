@@ -41,18 +41,12 @@ _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body 
 
 
 @ROUTES.page("GET", "/", LISTS)
-async def queues(call: Call) -> Response:
-    """The page of all queues, or of those whose service, database and name contain `find`."""
-    return await _table(call, "queues.html")
-
-
 @ROUTES.page("GET", "/page/queues", LISTS)
-async def table(call: Call) -> Response:
-    """The table of these queues, with which the script replaces the table on the page."""
-    return await _table(call, "table.html")
-
-
-async def _table(call: Call, template: str) -> Response:
+async def queues(call: Call) -> Response:
+    """The page of all queues, or of those whose service, database and name contain `find`; or its table, with which the
+    script replaces the table on the page.
+    """
+    template = "queues.html" if call.scope["path"] == "/" else "table.html"
     context, wanted = call.context, call.parameters(View)
     find, sort = wanted.find, wanted.sort
     try:
