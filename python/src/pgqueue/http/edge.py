@@ -161,8 +161,8 @@ class _ResponseSender:
 
 def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Raise `ApiError` for a request of another site, and for a body that is too large or compressed."""
-    if scope["method"] not in _SAFE_METHODS:
-        _refuse_other_sites(headers)
+    if scope["method"] not in _SAFE_METHODS and not _is_same_site(headers):
+        raise ApiError(403, "cross_site", "a request that changes data must not come from another site")
     length, limit = headers.get(b"content-length", b"0"), _body_limit(scope["path"])
     if not length.isdigit() or len(length) > 18 or int(length) > limit:
         raise _too_large(length.decode("latin-1"), limit)
@@ -203,15 +203,12 @@ def _too_large(size: Any, limit: int) -> ApiError:
     return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{limit} bytes")
 
 
-def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
-    """Refuse a request that a page of another site made the browser send: it carries the user's password."""
+def _is_same_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether no page of another site made the browser send a request, which carries the user's password."""
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
-        is_same_site = site in (b"same-origin", b"none")
-    else:
-        is_same_site = origin is None or origin.partition(b"://")[2] == headers.get(b"host")
-    if not is_same_site:
-        raise ApiError(403, "cross_site", "a request that changes data must not come from another site")
+        return site in (b"same-origin", b"none")
+    return origin is None or origin.partition(b"://")[2] == headers.get(b"host")
 
 
 def _forget_frames(error: BaseException | None) -> None:
