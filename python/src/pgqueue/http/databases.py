@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import coroutine
@@ -29,7 +29,6 @@ from .errors import connection_sqlstate, database_not_found, service_not_found
 from .security.rights import current
 from .settings import Limits, Settings
 
-Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
 
 # Of a body: the copies made of it take several times as much memory.
@@ -46,7 +45,7 @@ _TARGET: Final = ("effects.sql", "provisioned.sql")
 _CONTROL: Final = ("effects.sql", "registry.sql", "tokens.sql", "audit.sql")
 
 
-class _Connection(AsyncConnection[Any]):
+class Connection(AsyncConnection[Any]):
     """A connection that tells its pool whether it could be opened. To make a cursor costs as much as a statement.
 
     It `keeps_memory` after a large statement or answer: the cursor has the last answer, libpq buffers as large as both.
@@ -56,7 +55,7 @@ class _Connection(AsyncConnection[Any]):
     keeps_memory = False
 
     @classmethod
-    async def connect(cls, conninfo: str = "", *, owner: "_Pool", **more: Any) -> "_Connection":  # type: ignore[override]
+    async def connect(cls, conninfo: str = "", *, owner: "_Pool", **more: Any) -> "Connection":  # type: ignore[override]
         """Open a connection. Raises `psycopg.Error`."""
         try:
             connection = await super().connect(conninfo, **more)
@@ -69,18 +68,16 @@ class _Connection(AsyncConnection[Any]):
 
 async def fetch(connection: Connection, text: bytes, *values: Any) -> list[tuple[Any, ...]]:
     """Run a statement with the parameters $1, $2, … that returns rows; JSON as bytes. Raises `psycopg.Error`."""
-    cursor = getattr(connection, "raw_cursor", None)
+    cursor = connection.raw_cursor
     if cursor is None:
-        cursor = AsyncRawCursor(connection)
+        cursor = connection.raw_cursor = AsyncRawCursor(connection)
         set_json_loads(lambda text: text, cursor)
-        if isinstance(connection, _Connection):
-            connection.raw_cursor = cursor
-    if not _LARGE_VALUES.isdisjoint(map(type, values)) and isinstance(connection, _Connection):
+    if not _LARGE_VALUES.isdisjoint(map(type, values)):
         connection.keeps_memory = True
     await cursor.execute(text, values)
     rows: list[tuple[Any, ...]] = await cursor.fetchall()
     last = rows[0][-1] if rows else None
-    if isinstance(last, (str, bytes)) and len(last) * len(rows) > LARGE_BYTES and isinstance(connection, _Connection):
+    if isinstance(last, (str, bytes)) and len(last) * len(rows) > LARGE_BYTES:
         connection.keeps_memory = True
     return rows
 
@@ -123,9 +120,9 @@ class _Pool:
         self.slow_of_user = _for_each_user(limits.connections * 2 // 5)
         self._limits = limits
         self._of_user = _for_each_user(limits.connections * 4 // 5)
-        self.connections: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
+        self.connections: AsyncConnectionPool[Connection] = AsyncConnectionPool(
             conninfo,
-            connection_class=_Connection,
+            connection_class=Connection,
             kwargs={"autocommit": True, "owner": self},
             min_size=1,
             max_size=limits.connections,
@@ -144,7 +141,7 @@ class _Pool:
         settings = b"; ".join(b"set " + each for each in _settings(self._limits))
         await connection.wait(set_up(connection, isolation + settings))
 
-    async def _take(self) -> _Connection:
+    async def _take(self) -> Connection:
         """A free connection. Raises the error of the last attempt to connect: after `connect_seconds`, but at once if
         the database of a service does not exist, or refuses the role. Raises `PoolTimeout` after `request_seconds` if
         no attempt has failed. The pool gives up after its first failed attempt, so the call is repeated.
@@ -161,17 +158,15 @@ class _Pool:
                     raise (failure or error).with_traceback(None) from None
 
     @asynccontextmanager
-    async def lease(self, *turns: asyncio.Semaphore) -> AsyncIterator[_Connection]:
+    async def lease(self, *turns: asyncio.Semaphore) -> AsyncIterator[Connection]:
         """A connection for a block, when it is the turn of the request. Raises the errors of `_take`.
 
         Behind a pooler the block is a transaction with its settings, which is committed also if the block raises an
         exception. A block that goes on after an error of a statement needs a transaction around that statement.
         """
-        taken: list[asyncio.Semaphore] = []
-        try:
+        async with AsyncExitStack() as stack:
             for turn in (*turns, self._of_user[current().name]):
-                await turn.acquire()
-                taken.append(turn)
+                await stack.enter_async_context(turn)
             if self.connections.closed:
                 await self.connections.open()
             connection = await self._take()
@@ -192,9 +187,6 @@ class _Pool:
                     await connection.close()
                 # Also if the request is cancelled meanwhile: the pool alone would then lose the connection.
                 await _finish(self.connections.putconn(connection))
-        finally:
-            for turn in taken:
-                turn.release()
 
 
 class Databases:

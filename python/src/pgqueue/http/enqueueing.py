@@ -6,10 +6,9 @@ from typing import Any, Final
 
 import psycopg
 from msgspec import Raw, Struct
-from psycopg import AsyncConnection
 
 from ..errors import PayloadTooLarge
-from .databases import LARGE_BYTES, as_json, fetch
+from .databases import LARGE_BYTES, Connection, as_json, fetch
 from .errors import ApiError, from_database_error, shorten
 
 PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
@@ -79,14 +78,14 @@ class MessageIds(Struct):
 
 
 async def enqueue_messages(
-    connection: AsyncConnection[Any], queue: str, request: bytes, is_one: bool = False, is_plain: bool = True
+    connection: Connection, queue: str, request: bytes, is_one: bool = False, is_plain: bool = True
 ) -> list[int]:
     """Enqueue the messages of a request, all or none. Plain ones have a payload, headers and a delay only."""
     statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
 
-async def check_sizes(connection: AsyncConnection[Any], request: bytes) -> None:
+async def check_sizes(connection: Connection, request: bytes) -> None:
     """Raise `ApiError` 413 for a payload over 256 KB as PostgreSQL writes it. An agent could report it only later."""
     for place, size in await fetch(connection, _TOO_LARGE, as_json(request), PAYLOAD_LIMIT):
         message = f"messages[{place}].payload of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
@@ -101,7 +100,7 @@ def are_large(messages: Sequence[object], body: bytes) -> bool:
 
 @asynccontextmanager
 async def naming(
-    connect: Callable[[], AbstractAsyncContextManager[AsyncConnection[Any]]], contents: Sequence[Any], each: str = ""
+    connect: Callable[[], AbstractAsyncContextManager[Connection]], contents: Sequence[Any], each: str = ""
 ) -> AsyncIterator[None]:
     """Raise `ApiError` for what PostgreSQL refuses, with the field of the first message that has the value, or the
     size, of the error. `each` is the name of one message, with {} for its place.
@@ -123,7 +122,7 @@ async def naming(
     raise answer
 
 
-async def _refused(connection: AsyncConnection[Any], answer: ApiError, content: Any) -> str | None:
+async def _refused(connection: Connection, answer: ApiError, content: Any) -> str | None:
     """The field of a message that PostgreSQL refuses with this answer; None if it accepts them."""
     for name, statement in _MEASURES.items():
         value = getattr(content, name, None)

@@ -6,11 +6,10 @@ from typing import Any, Final, NamedTuple
 
 import psycopg
 from msgspec.json import encode
-from psycopg import AsyncConnection
 from psycopg.types.json import Json
 from starlette.responses import Response
 
-from .databases import as_json, fetch
+from .databases import Connection, as_json, fetch
 from .errors import ApiError
 
 _BEGIN: Final = (
@@ -59,9 +58,7 @@ def fingerprint(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-async def run_once(
-    connection: AsyncConnection[Any], key: EffectKey | None, effect: Callable[[], Awaitable[Answer]]
-) -> Answer:
+async def run_once(connection: Connection, key: EffectKey | None, effect: Callable[[], Awaitable[Answer]]) -> Answer:
     """Run an effect once in a transaction, or return the response that is stored for its key. Without a key, run it.
 
     Raises `ApiError`: 422 if the key was used for another request, 409 if another transaction uses it for too long.

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Final, Literal
 from uuid import UUID
 
 import psycopg
@@ -19,7 +19,7 @@ from ..._connections import is_proxied
 from ..._tasks import end_tasks
 from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
-from ..databases import LARGE_BYTES, Databases, fetch
+from ..databases import LARGE_BYTES, Connection, Databases, fetch
 from ..enqueueing import enqueue_messages
 from ..errors import ApiError, connection_sqlstate, from_database_error
 from ..idempotency import Answer, EffectKey, run_once
@@ -220,7 +220,7 @@ class Agent:
                     logger.warning(message, service.id, database, type(error).__name__)
 
 
-async def _create(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> None:
+async def _create(target: Connection, queue: QueueBody) -> None:
     cursor = await target.execute(
         "insert into pgqueue_http.provisioned (queue_id, queue_name) values (%s, %s) on conflict do nothing",
         [queue.id, queue.name],
@@ -236,7 +236,7 @@ async def _create(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> Non
         )
 
 
-async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> None:
+async def _drop(target: Connection, queue: QueueBody) -> None:
     # Drop only a queue that the server made: a queue of the same name may belong to another application.
     statement = "delete from pgqueue_http.provisioned where queue_id = %s returning provisioned_at"
     provisioned = await (await target.execute(statement, [queue.id])).fetchone()

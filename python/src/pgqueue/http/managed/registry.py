@@ -9,15 +9,14 @@ from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
-from psycopg import AsyncConnection, AsyncCursor
+from psycopg import AsyncCursor
 from psycopg.rows import class_row
 
-from ..databases import as_json, fetch
+from ..databases import Connection, as_json, fetch
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT, MessageIds
 from ..security.rights import current
 
-Connection = AsyncConnection[Any]
 Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
 

@@ -1,13 +1,12 @@
 """The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
 
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
-from psycopg import AsyncConnection
 
 from ..calls import Call, Routes, check_not_reserved, find_database, find_service, is_queue_name
-from ..databases import LARGE_BYTES
+from ..databases import LARGE_BYTES, Connection
 from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, run_once
@@ -128,7 +127,7 @@ async def poll_stats(call: Call) -> Answer:
     return await _poll(call, _service(call), "stats")
 
 
-async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> QueueBody:
+async def _found(connection: Connection, service: Service, queue_name: str) -> QueueBody:
     row = await registry.find(connection, service_id=service.id, name=queue_name)
     if row is None:
         raise queue_not_found(queue_name)
