@@ -64,13 +64,7 @@ with task as (
 )
 select t.id, t.kind, coalesce(octet_length(t.request::text), 0) as request_bytes, t.created_at, t.queue_id from task t
 """
-# In rows of a million characters: libpq has a buffer as large as the largest row.
-_READ_REQUEST: Final = b"""
-with task as materialized (select t.request::text as body from pgqueue_http.tasks t where t.id = $1::uuid)
-select substr(t.body, p.start, 1000000)
-from task t cross join lateral generate_series(1, length(t.body), 1000000) as p (start)
-order by p.start
-"""
+_READ_REQUEST: Final = b"select t.request from pgqueue_http.tasks t where t.id = $1::uuid and t.request is not null"
 # The request of a task that has ended is not needed any more; it can be as large as 25 MB.
 _SET_STATUS: Final = """
 with task as (
@@ -283,8 +277,9 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
 
 async def read_request(connection: Connection, id: UUID) -> bytes:
     """The body of the request of a task, as JSON; an object without members if the task has ended."""
-    parts = await fetch(connection, _READ_REQUEST, id)
-    return b"".join(part.encode() for (part,) in parts) or b"{}"
+    for (request,) in await fetch(connection, _READ_REQUEST, id):
+        return bytes(request)
+    return b"{}"
 
 
 async def set_status(
