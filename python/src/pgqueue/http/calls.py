@@ -97,16 +97,11 @@ def find_database(service: Service, name: str | None) -> str:
 class Call(Request):
     """A request of a route."""
 
-    def __init__(self, context: Context, table: "Table", scope: Scope, receive: Receive) -> None:
+    def __init__(self, context: Context, table: "Table", memory: BodyMemory, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
         self.context = context
         self.table = table
-
-    @property
-    def memory(self) -> BodyMemory:
-        """The memory of the bodies of request and response."""
-        memory: BodyMemory = self.scope["body_memory"]
-        return memory
+        self.memory = memory  # of the bodies of request and response
 
     async def json_of(self, model: type[T]) -> tuple[T, bytes]:
         """The struct in the body, and the body. Raises `ApiError` and `ClientDisconnect`."""

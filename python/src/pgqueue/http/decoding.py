@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import cache
 from itertools import accumulate
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -44,6 +44,9 @@ _KINDS: Final = {
 _FREE: Final = ("payload", "headers")  # fields of any JSON: an error in them names the field as a whole
 
 
+_decoder: Final = cache(msgspec.json.Decoder)
+
+
 class Violation(ValueError):
     """What a struct refuses in its `__post_init__`: the field, and what it must be."""
 
@@ -66,7 +69,7 @@ def decode(model: type[T], body: bytes) -> T:
     except UnicodeDecodeError:
         raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
     check_shape(body)
-    decoder: msgspec.json.Decoder[T] = _decoder(cast("Any", model))
+    decoder: msgspec.json.Decoder[T] = _decoder(model)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -93,11 +96,6 @@ def convert(model: type[T], given: Mapping[str, Any]) -> T:
         return msgspec.convert(given, model, strict=False)
     except msgspec.ValidationError as error:
         raise _explanation(error, model, given) from None
-
-
-@cache
-def _decoder(model: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(model)
 
 
 def _whole(text: str) -> int | msgspec.Raw:

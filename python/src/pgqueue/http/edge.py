@@ -63,8 +63,7 @@ class Edge:
         began = time.perf_counter()
         # The route sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its method.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        memory = inner["body_memory"] = BodyMemory(self._held)
-        response = _ResponseSender(send, memory)
+        response = _ResponseSender(send, BodyMemory(self._held))
         try:
             async with asyncio.timeout(self._seconds):
                 await self._serve(inner, receive, response)
@@ -76,7 +75,7 @@ class Edge:
                 late = ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"})
                 await self._respond_to(late, inner, receive, response)
         finally:
-            memory.release()
+            response.memory.release()
             status = response.status or 500
             self._audit.note(inner, status)
             self._context.metrics.request(scope["method"], inner.get("route"), status, time.perf_counter() - began)
@@ -89,11 +88,11 @@ class Edge:
             if scope["path"] != "/healthz":  # a server that is overloaded is alive
                 user = self._enter()
             _check_head(scope, headers)
-            receive = _limited(receive, scope)
+            receive = _limited(receive, scope["path"], response.memory)
             route, scope["path_params"] = self._table.find(scope["method"], scope["path"])
             scope["route"] = route
             require(route.need)
-            answer = await route.endpoint(Call(self._context, self._table, scope, receive))
+            answer = await route.endpoint(Call(self._context, self._table, response.memory, scope, receive))
             await answer(scope, receive, response.send)
         except ClientDisconnect as error:
             _forget_frames(error)
@@ -141,14 +140,14 @@ class _ResponseSender:
 
     def __init__(self, send: Send, memory: BodyMemory) -> None:
         self._send = send
-        self._memory = memory
+        self.memory = memory
         self.status = 0
 
     async def send(self, message: Message) -> None:
         """Send a part of the response."""
         if message["type"] == "http.response.start":
             given = [*message.get("headers", ())]
-            self._memory.take_response(next((int(value) for name, value in given if name == b"content-length"), 0))
+            self.memory.take_response(next((int(value) for name, value in given if name == b"content-length"), 0))
             self.status = message["status"]
             names = {name for name, _ in given}
             message = {**message, "headers": given + [each for each in _RESPONSE_HEADERS if each[0] not in names]}
@@ -172,9 +171,9 @@ def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         raise ApiError(415, "unsupported_encoding", message, "Content-Encoding", encoding, "no compression")
 
 
-def _limited(receive: Receive, scope: Scope) -> Receive:
+def _limited(receive: Receive, path: str, memory: BodyMemory) -> Receive:
     """Receive a body, count its memory, and raise `ApiError` 413 if it is too large."""
-    limit, memory, received = _body_limit(scope["path"]), scope["body_memory"], 0
+    limit, received = _body_limit(path), 0
 
     async def receive_part() -> Message:
         nonlocal received
