@@ -3,7 +3,7 @@
 import re
 from datetime import timedelta
 
-__all__ = ["counted", "duration"]
+__all__ = ["counted", "duration", "format_duration"]
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -25,3 +25,18 @@ def duration(text: str) -> timedelta:
         return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
     except OverflowError:
         raise ValueError(f"{text!r} is too long for a duration.") from None
+
+
+def format_duration(length: timedelta) -> str:
+    """A duration in its two largest units, in the form that `duration` reads."""
+    seconds = length.total_seconds()
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.3g}ms"
+    if seconds < 60 and not seconds.is_integer():
+        return f"{seconds:.3g}s"
+    parts, rest = [], int(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        if rest >= size:
+            parts.append(f"{rest // size}{unit}")
+            rest %= size
+    return "".join(parts[:2]) or "0s"

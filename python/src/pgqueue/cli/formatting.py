@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .._wording import counted
+from .._wording import counted, format_duration
 
 __all__ = [
     "RawJson",
@@ -170,18 +170,3 @@ def format_age(at: datetime | str | float | None) -> str:
         return at
     seconds = (datetime.now(UTC) - at).total_seconds() if isinstance(at, datetime) else at
     return "" if seconds is None else format_duration(timedelta(seconds=int(max(seconds, 0))))
-
-
-def format_duration(length: timedelta) -> str:
-    """A duration in its two largest units, in the form that `parse_duration` reads."""
-    seconds = length.total_seconds()
-    if 0 < seconds < 1:
-        return f"{seconds * 1000:.3g}ms"
-    if seconds < 60 and not seconds.is_integer():
-        return f"{seconds:.3g}s"
-    parts, rest = [], int(seconds)
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        if rest >= size:
-            parts.append(f"{rest // size}{unit}")
-            rest %= size
-    return "".join(parts[:2]) or "0s"

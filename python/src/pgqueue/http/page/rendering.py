@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qs, urlencode
 
@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
 from ..._wording import counted as count
+from ..._wording import format_duration
 from ...errors import InvalidArgument
 from ...message import QueueStats, attempts_of
 from ..calls import Call, Target, find_queue
@@ -98,16 +99,8 @@ def _compact_number(value: float) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration in its one or two largest units; – for None."""
-    if value is None:
-        return "–"
-    whole = int(value)
-    if whole < 60:
-        return f"{value:.1f} s" if value < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    hours = f"{whole // 3600 % 24} h" if whole >= 86400 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
-    return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
+    """A duration as the command line writes it; – for None."""
+    return "–" if value is None else format_duration(timedelta(seconds=value))
 
 
 def format_moment(at: datetime | None) -> Markup:
