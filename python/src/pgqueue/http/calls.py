@@ -248,10 +248,6 @@ class Routes(list[Route]):
         return self.add(method, path, need, is_page=True)
 
 
-def _pattern(path: str) -> str:
-    return re.sub("{[a-z_]+}", "[^/]+", path.replace(".", "[.]"))
-
-
 class Table:
     """Finds the route of a path. A path without names is preferred to one with names."""
 
@@ -260,10 +256,10 @@ class Table:
         methods = {route.method for route in self.routes}
         self._of_method = {each: [route for route in self.routes if route.method == each] for each in methods}
         # A pattern whose groups are the paths of the routes: to try each costs as much as a small statement.
-        self._patterns = {
-            method: re.compile("|".join(f"({_pattern(each.path)})" for each in routes))
-            for method, routes in self._of_method.items()
-        }
+        self._patterns: dict[str, re.Pattern[str]] = {}
+        for method, those in self._of_method.items():
+            paths = "|".join(f"({each.path})" for each in those).replace(".", "[.]")
+            self._patterns[method] = re.compile(re.sub("{[a-z_]+}", "[^/]+", paths))
 
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         """The route of a request, and the names in its path. Raises `ApiError`: 404 or 405."""

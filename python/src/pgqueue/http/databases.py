@@ -93,11 +93,7 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
     """
     steps = work.__await__()
     with suppress(StopIteration):
-        await asyncio.shield(asyncio.create_task(_resume(next(steps), steps)))
-
-
-async def _resume(future: Any, steps: Generator[Any, Any, None]) -> None:
-    await _continue(future, steps)
+        await asyncio.shield(_continue(next(steps), steps))
 
 
 @coroutine

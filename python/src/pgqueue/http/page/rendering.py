@@ -164,12 +164,15 @@ TEMPLATES.filters |= {
 }
 
 
-def _may(access: str, place: Sequence[str] = ()) -> bool:
-    return current().may(access.split(), *place)
-
-
-TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
-TEMPLATES.globals |= {"caller": current, "may": _may, "ALL": ALL, "attempts_of": attempts_of}
+TEMPLATES.globals |= {
+    "ALL": ALL,
+    "attempts_of": attempts_of,
+    "caller": current,
+    "count": count,
+    "may": lambda access, place=(): current().may(access.split(), *place),
+    "queue_url": queue_url,
+    "sparkline": sparkline,
+}
 
 
 class _Place(Struct):
