@@ -19,7 +19,7 @@ DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 _LARGEST_EXPLAINED: Final = 2 * 1024 * 1024  # bytes of a body; the error of a larger one does not repeat the value
 _MOST_SAID: Final = 2000  # characters of an error of msgspec that are read
-_WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
+_WINDOW: Final = 64 * 1024  # bytes that are counted without a chance for another thread to run
 DIGITS_LIMIT: Final = 32 * 1024 * 1024  # of the numbers of a body that have an exponent, as PostgreSQL writes them
 _FEW: Final = 1024  # bytes of a body, in which the numbers that PostgreSQL can store have fewer digits
 _SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent becomes 0e
@@ -28,7 +28,7 @@ _SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent be
 _EXPONENT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[eE][+-]?([0-9]+)', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")  # half of a pair
 _GZIP: Final = b"\x1f\x8b"
-_DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
+_DEPTH_STEPS: Final = [(code in b"[{") - (code in b"]}") for code in range(256)]
 _PLACE: Final = re.compile(r"(?P<said>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _BOUND: Final = re.compile(r"Expected `(\w+)` (?:of length )?([<>]=) (-?\d+)")
@@ -134,26 +134,23 @@ def check_shape(body: bytes) -> None:
     values, depth, is_in_string = 0, 0, False
     start = 0
     while start < len(body):
-        # Each byte that is not ASCII is some character that is not ASCII.
-        window = body[start : start + _WINDOW].decode("latin-1")
-        escapes = len(window) - len(window.rstrip("\\"))
-        if escapes % 2:  # do not cut an escape sequence
-            window += body[start + _WINDOW : start + _WINDOW + 1].decode("latin-1")
+        window = body[start : start + _WINDOW]
+        if (len(window) - len(window.rstrip(b"\\"))) % 2:  # do not cut an escape sequence
+            window += body[start + _WINDOW : start + _WINDOW + 1]
         start += len(window)
-        pieces = window.replace("\\\\", "").replace('\\"', "").split('"')
-        outside = "".join(pieces[is_in_string::2])
+        pieces = window.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[is_in_string::2])
         is_in_string ^= len(pieces) % 2 == 0
-        opened = outside.count("[") + outside.count("{")
-        values += opened + outside.count(",")
+        opened = outside.count(b"[") + outside.count(b"{")
+        values += opened + outside.count(b",")
         if values > VALUES_LIMIT:
             raise _too_many(f"{VALUES_LIMIT} values")
         if depth + opened > DEPTH_LIMIT:
-            steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
-            *_, depth = deepest = list(accumulate(steps, initial=depth))
+            *_, depth = deepest = list(accumulate(map(_DEPTH_STEPS.__getitem__, outside), initial=depth))
             if max(deepest) > DEPTH_LIMIT:
                 raise _nesting_error()
         else:
-            depth += opened - outside.count("]") - outside.count("}")
+            depth += opened - outside.count(b"]") - outside.count(b"}")
 
 
 def _too_many(most: str) -> ApiError:
