@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import cache
 from itertools import accumulate
@@ -44,7 +44,7 @@ _KINDS: Final = {
 _FREE: Final = ("payload", "headers")  # fields of any JSON: an error in them names the field as a whole
 
 
-_decoder: Final = cache(msgspec.json.Decoder)
+_decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = cache(msgspec.json.Decoder)
 
 
 class Violation(ValueError):

@@ -8,11 +8,11 @@ from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
 from msgspec import Struct
+from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 
 from ... import _calls
 from ..calls import Call
-from ..databases import Connection
 from ..decoding import convert
 from ..direct.structs import Id
 from ..errors import ApiError
@@ -115,7 +115,7 @@ class Found(NamedTuple):
 
 
 async def search(
-    connection: Connection,
+    connection: AsyncConnection[Any],
     queue_name: str,
     state: str,
     filter: Filter,
@@ -145,14 +145,14 @@ async def search(
     return Found(messages, looked, end if conditions and looked == limit and filter.id is None else None)
 
 
-async def find_ids(connection: Connection, queue_name: str, filter: Filter) -> tuple[list[int], int]:
+async def find_ids(connection: AsyncConnection[Any], queue_name: str, filter: Filter) -> tuple[list[int], int]:
     """The ids of the first dead letters that pass a filter, and how many were looked at. Raises as `search` does."""
     select = "select array(select m.id from found m order by m.id) as ids, (select count(*) from looked) as looked"
     (row,) = await _select(connection, queue_name, "dead", filter, select)
     return row["ids"], row["looked"]
 
 
-async def error_groups(connection: Connection, queue_name: str) -> list[dict[str, Any]]:
+async def error_groups(connection: AsyncConnection[Any], queue_name: str) -> list[dict[str, Any]]:
     """The most frequent errors of the first dead letters, the most frequent first. Raises as `search` does."""
     select = (
         f"select {_GROUP} as error, count(*) as messages, max(m.died_at) as last_died_at from found m"
@@ -162,7 +162,7 @@ async def error_groups(connection: Connection, queue_name: str) -> list[dict[str
 
 
 async def _select(
-    connection: Connection,
+    connection: AsyncConnection[Any],
     queue_name: str,
     state: str,
     filter: Filter,
