@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .calls import Call, Context, Route, Table
 from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
-from .errors import ApiError, error_body, from_database_error, overloaded
+from .errors import ApiError, error_body, from_database_error
 from .idempotency import Answer
 from .memory import PART_BYTES, BodyMemory
 from .security.admission import Audit
@@ -72,7 +72,7 @@ class Edge:
             if not response.status:
                 limit = f"{self._seconds:g} s"
                 message = f"the request took longer than {limit}"
-                late = ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"})
+                late = ApiError(503, "timeout", message, limit=limit)
                 await self._respond_to(late, inner, receive, response)
         finally:
             response.memory.release()
@@ -112,7 +112,7 @@ class Edge:
         user = current().name
         most = self._most * 4 // 5
         if self._running.total() >= self._most or self._running[user] >= most:
-            raise overloaded("too many requests run: try again", limit=f"{most} of a user")
+            raise ApiError(503, "overloaded", "too many requests run: try again", limit=f"{most} of a user")
         self._running[user] += 1
         return user
 

@@ -45,7 +45,7 @@ _SIZES: Final = re.compile(r"([\w\[\]]+) of (\d+) bytes? is over the limit of (\
 
 @dataclasses.dataclass(eq=False)
 class ApiError(Exception):
-    """An error response."""
+    """An error response. It says when to try again if that helps."""
 
     status: int
     code: str  # a stable word
@@ -58,6 +58,8 @@ class ApiError(Exception):
     def __post_init__(self) -> None:
         super().__init__(self.message)
         self.value = shorten(self.value)
+        if self.status in (429, 503) or self.code == "queue_busy":
+            self.headers = {"Retry-After": "1"}
 
 
 def shorten(value: object) -> str | int | float | bool | None:
@@ -75,11 +77,6 @@ def error_body(error: ApiError) -> bytes:
     fields = ("code", "message", "field", "value", "limit")
     # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
     return json.dumps({"error": {name: getattr(error, name) for name in fields}}).encode()
-
-
-def overloaded(message: str, field: str | None = None, value: object = None, limit: str | None = None) -> ApiError:
-    """The error for a request for which the server has no room at the moment."""
-    return ApiError(503, "overloaded", message, field, value, limit, {"Retry-After": "1"})
 
 
 def service_not_found(id: str) -> ApiError:
@@ -134,12 +131,6 @@ def _field(argument: str) -> str:
     return f"messages[{int(place) - 1}].{field}"
 
 
-def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
-    """The error, which says when to try again if that helps."""
-    may_help = status == 503 or message.endswith("try again")
-    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else {})
-
-
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
@@ -161,10 +152,10 @@ def from_database_error(error: BaseException) -> ApiError:
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", f"the database role of the server lacks a right: {detail}")
         case psycopg.errors.UndefinedFunction() if is_trouble(error):
-            return _answer(503, "transaction_conflict", "pgqueue is being upgraded in the database: try again")
+            return ApiError(503, "transaction_conflict", "pgqueue is being upgraded in the database: try again")
     for kinds, status, code, message, field in _KNOWN:
         if isinstance(error, kinds):
-            return _answer(status, code, message.format(detail or error), field)
+            return ApiError(status, code, message.format(detail or error), field)
     refused = connection_sqlstate(error)
     if refused == "3D000":
         return ApiError(404, "database_not_found", "the database does not exist", "database_name")
@@ -172,7 +163,7 @@ def from_database_error(error: BaseException) -> ApiError:
         message = "the database role of the server may not connect to the database: grant it CONNECT"
         return ApiError(403, "insufficient_privilege", message, "database_name")
     if is_conflict(error):
-        return _answer(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
+        return ApiError(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
     if is_trouble(error):
-        return _answer(503, "database_unavailable", "the database cannot be reached now: try again")
+        return ApiError(503, "database_unavailable", "the database cannot be reached now: try again")
     return from_http_status(500)

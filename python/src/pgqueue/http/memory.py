@@ -8,7 +8,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
-from .errors import overloaded
+from .errors import ApiError
 from .security.rights import current
 
 BODIES_LIMIT: Final = 64 * 1024 * 1024  # bytes of memory for the bodies of all requests
@@ -44,7 +44,8 @@ class BodyMemory:
         limit = (BODIES_LIMIT - self._held.total() + held) * 4 // 5
         if held + size > limit:
             message = f"the bodies of requests of a user take more memory than the limit of {limit} bytes: try again"
-            raise overloaded(message, "body", f"{held + size} bytes", f"{limit} bytes for requests of a user")
+            most = f"{limit} bytes for requests of a user"
+            raise ApiError(503, "overloaded", message, "body", f"{held + size} bytes", most)
         self._held[self._user] += size
         self._taken += size
 

@@ -70,8 +70,7 @@ async def readyz(call: Call) -> PlainTextResponse:
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is stopping")
     if not await context.databases.reach_control():
-        again = {"Retry-After": "1"}
-        raise ApiError(503, "database_unavailable", "the control database does not answer", headers=again)
+        raise ApiError(503, "database_unavailable", "the control database does not answer")
     if context.agent is not None and not context.agent.is_running:
         raise ApiError(503, "agent_unavailable", "the agent is not running")
     return PlainTextResponse("ok\n")

@@ -97,7 +97,7 @@ class Authenticator:
             if self._waiting[address] >= _MOST_WAITING:
                 message = "too many passwords of this client wait to be verified: try again"
                 limit = f"{_MOST_WAITING} waiting for each client address"
-                raise ApiError(429, "too_many_logins", message, "Authorization", None, limit, {"Retry-After": "1"})
+                raise ApiError(429, "too_many_logins", message, "Authorization", None, limit)
             self._waiting[address] += 1
             verifying = asyncio.create_task(self._verify(name, password, digest, address))
             self._verifying[name, digest] = verifying
