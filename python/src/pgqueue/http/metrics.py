@@ -133,9 +133,7 @@ class Sampler:
 
     async def run(self) -> None:
         """Sample until cancelled."""
-        services = self._settings.services.values()
-        places = [(service.id, database) for service in services for database in service.databases]
-        sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
+        sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in self._settings.places]
         try:
             # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
             done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)

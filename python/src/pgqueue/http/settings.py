@@ -90,15 +90,19 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     session_key: str = field(default_factory=secrets.token_hex, repr=False)
 
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """The databases of all services, each with the id of its service."""
+        return [(each.id, database) for each in self.services.values() for database in each.databases]
+
     def parse_rights(self, place: str, given: object) -> tuple[Right, ...]:
         """The rights of a list of texts. Raises `SettingsError`, also for a service or a database that is not there."""
         try:
             rights = parse_rights(given)
         except ValueError as error:
             raise SettingsError(f"{place}: {error}") from None
-        places = [(each.id, database) for each in self.services.values() for database in each.databases]
         for right in rights:
-            if not any(right.covers(*each, None) for each in places):
+            if not any(right.covers(*each, None) for each in self.places):
                 raise SettingsError(f"{place}: '{right}': there is no such service or database")
         return rights
 

@@ -208,16 +208,14 @@ class Agent:
         """Delete tasks and stored responses that are older than a week, in every database."""
         async with self._databases.control() as connection:
             await registry.delete_old_records(connection)
-        for service in self._settings.services.values():
-            for database in service.databases:
-                try:
-                    async with self._databases.target(service.id, database) as connection:
-                        await registry.delete_old_records(connection, "effects")
-                except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-                    pass  # the server has stored nothing there
-                except (psycopg.Error, OSError) as error:
-                    message = "%s/%s: old records cannot be deleted now: %s"
-                    logger.warning(message, service.id, database, type(error).__name__)
+        for place in self._settings.places:
+            try:
+                async with self._databases.target(*place) as connection:
+                    await registry.delete_old_records(connection, "effects")
+            except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+                pass  # the server has stored nothing there
+            except (psycopg.Error, OSError) as error:
+                logger.warning("%s/%s: old records cannot be deleted now: %s", *place, type(error).__name__)
 
 
 async def _create(target: Connection, queue: QueueBody) -> None:

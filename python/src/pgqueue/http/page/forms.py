@@ -115,8 +115,7 @@ _PRIORITY: Final = Field("priority", "Priority", "int", "", "0 to 9; 9 is claime
 @ROUTES.page("GET", "/create", Need(("admin",), "some"))
 async def create_form(call: Call, form: Form | None = None, problem: ApiError | None = None) -> Response:
     """The form for a new queue."""
-    services, may = call.context.settings.services.values(), current().may
-    databases = [f"{each.id}/{name}" for each in services for name in each.databases if may(("admin",), each.id, name)]
+    databases = ["/".join(each) for each in call.context.settings.places if current().may(("admin",), *each)]
     given = form or {each.name: each.default for each in (*_FIELDS, *_ONLY_NEW) if each.default}
     values = {"databases": databases, "basics": _BASICS, "fields": (*_MORE, *_ONLY_NEW), "form": given}
     return render("create.html", call.scope, problem=problem, **values)

@@ -185,13 +185,8 @@ def _failures(text: str | None) -> list[dict[str, Any]]:
 @ROUTES.page("GET", "/health", Need(("admin",), "some"))
 async def health(call: Call) -> Response:
     """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
-    may, context = current().may, call.context
-    places = [
-        (each.id, name)
-        for each in context.settings.services.values()
-        for name in each.databases
-        if may(("admin",), each.id, name, ALL)
-    ]
+    context, may = call.context, current().may
+    places = [each for each in context.settings.places if may(("admin",), *each, ALL)]
     if not places:
         raise forbidden(("admin",), "all queues of a database")
     checked = await asyncio.gather(*(_check(context, *place) for place in places))

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..errors import ApiError
+from ..errors import ApiError, shorten
 from .rights import Right
 
 _COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
 _MOST_WAITING: Final = 20  # different passwords of a client address
-_MAX_NAME_CHARACTERS: Final = 100  # of a name in the log
 _LONGEST: Final = 1024  # characters of the credentials in the header, in base64
 _KEY: Final = secrets.token_bytes(32)
 _digests: Final[dict[str, bytes]] = {}  # keyed digests of the passwords that this process has hashed, by hash
@@ -114,6 +113,5 @@ class Authenticator:
         if matches and name in self._users:
             self._digests[name] = digest
             return True
-        shown = name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:_MAX_NAME_CHARACTERS]}…"
-        logger.warning("failed log-in from %s as %r", address or "?", shown)
+        logger.warning("failed log-in from %s as %r", address or "?", shorten(name))
         return False
