@@ -38,7 +38,6 @@ _HOLDS_SECONDS: Final = 1.0  # an answer of the control database
 _RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
 _TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
-_ENDS: Final = {TransactionStatus.INTRANS: b"commit", TransactionStatus.INERROR: b"rollback"}
 _MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 # Only add steps. A step that was released has run in databases, and must not be edited.
 _TARGET: Final = ("effects.sql", "provisioned.sql")
@@ -174,9 +173,8 @@ class _Pool:
                 try:
                     yield connection
                 finally:
-                    end = _ENDS.get(connection.info.transaction_status)
-                    if end is not None:
-                        await connection.execute(end)
+                    if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+                        await connection.execute("commit")  # which rolls back after an error
             finally:
                 if connection.keeps_memory or connection.info.transaction_status != TransactionStatus.IDLE:
                     connection.raw_cursor = None

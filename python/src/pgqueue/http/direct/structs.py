@@ -4,7 +4,6 @@ import re
 from dataclasses import fields
 from datetime import datetime, timedelta
 from inspect import Parameter, signature
-from operator import attrgetter
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
@@ -112,13 +111,10 @@ class DirectMessage(Request):
         Request.__post_init__(self)
 
 
-_more: Final = attrgetter(*DirectMessage.__struct_fields__[3:])
-_NO_MORE: Final = _more(DirectMessage(Raw(b"1")))
-
-
 def is_plain(message: DirectMessage) -> bool:
     """Whether a message has a payload, headers and a delay only."""
-    return bool(_more(message) == _NO_MORE)
+    plain = message.payload, message.delay_seconds, message.headers
+    return message.body is None and message == DirectMessage(*plain)
 
 
 class Publish(DirectMessage, kw_only=True):
