@@ -32,15 +32,7 @@ _DEPTH_STEPS: Final = [(code in b"[{") - (code in b"]}") for code in range(256)]
 _PLACE: Final = re.compile(r"(?P<said>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _BOUND: Final = re.compile(r"Expected `(\w+)` (?:of length )?([<>]=) (-?\d+)")
-_KINDS: Final = {
-    "int": "a whole number",
-    "bool": "true or false",
-    "str": "a string",
-    "object": "a JSON object",
-    "array": "a list",
-    "uuid": "a UUID",
-    "datetime": "a timestamp with an offset, such as 2026-01-31T12:00:00Z",
-}
+_FORMATS: Final = {"uuid": "a UUID", "date-time": "a timestamp with an offset, such as 2026-01-31T12:00:00Z"}
 _FREE: Final = ("payload", "headers")  # fields of any JSON: an error in them names the field as a whole
 
 
@@ -251,12 +243,7 @@ def _limit(said: str, schema: Mapping[str, Any]) -> str:
     if "matching regex" in said:
         pattern = said.partition("regex ")[2][1:-1].replace(r"\\", "\\")
         return f"of the form {pattern}"
-    if said.startswith("Invalid enum"):
-        return " or ".join(schema.get("enum", ()))
-    wanted = said.partition("`")[2].partition("`")[0].partition(" | ")[0]
-    for start, kind in (("Invalid UUID", "uuid"), ("Invalid RFC3339", "datetime"), ("Number out of range", "int")):
-        wanted = kind if said.startswith(start) else wanted
-    return _KINDS.get(wanted) or _description(schema)
+    return _description(schema)
 
 
 _schema_of = cache(msgspec.json.schema)
@@ -273,6 +260,8 @@ def _schema(model: Any, steps: Sequence[str | int]) -> Mapping[str, Any]:
             schema = schema.get("properties", {}).get(step, {})
         if "$ref" in schema:
             schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
+        kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+        schema = kinds[0] if kinds else schema
     return schema if isinstance(schema, dict) else {}
 
 
@@ -284,13 +273,14 @@ def _description(schema: Mapping[str, Any]) -> str:
             return "a whole number" if most is None else f"a whole number from {least} to {most}"
         case "array":
             return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']} items"
-        case "string" if schema.get("format") == "uuid":
-            return "a UUID"
+        case "string" if "format" in schema:
+            return _FORMATS[schema["format"]]
         case "string":
             return f"a string of the form {schema['pattern']}" if "pattern" in schema else "a string"
         case "boolean":
             return "true or false"
         case "object":
             return "a JSON object"
-    kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
-    return " or ".join(map(_description, kinds)) or "any JSON"
+    if "enum" in schema:
+        return " or ".join(schema["enum"])
+    return "any JSON"
