@@ -71,8 +71,7 @@ class Edge:
             _forget_frames(error)
             if not response.status:
                 limit = f"{self._seconds:g} s"
-                message = f"the request took longer than {limit}"
-                late = ApiError(503, "timeout", message, limit=limit)
+                late = ApiError(503, "timeout", f"the request took longer than {limit}", limit=limit)
                 await self._respond_to(late, inner, receive, response)
         finally:
             response.memory.release()
@@ -94,10 +93,6 @@ class Edge:
             require(route.need)
             answer = await route.endpoint(Call(self._context, self._table, response.memory, scope, receive))
             await answer(scope, receive, response.send)
-        except ClientDisconnect as error:
-            _forget_frames(error)
-            gone = ApiError(400, "bad_request", "the client has disconnected")  # nobody reads it
-            await self._respond_to(gone, scope, receive, response)
         except Exception as error:
             if response.status:
                 raise
@@ -117,6 +112,8 @@ class Edge:
         return user
 
     async def _respond_to(self, error: Exception, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
+        if isinstance(error, ClientDisconnect):
+            error = ApiError(400, "bad_request", "the client has disconnected")  # nobody reads it
         answer = error if isinstance(error, ApiError) else from_database_error(error)
         if not isinstance(error, (ApiError, *_DATABASE_ERRORS)):
             logger.exception("%s failed", scope["method"])
