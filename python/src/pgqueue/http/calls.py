@@ -87,11 +87,10 @@ def find_database(service: Service, name: str | None) -> str:
     """The database that a request names, by default the service's first that the user sees. Raises `ApiError` 404."""
     sees = current().sees
     there = [each for each in service.databases if sees(service.id, each)]
-    if name is None:
-        name = there[0] if there else ""
-    if name not in there:
-        raise database_not_found(name, there)
-    return name
+    found = next((each for each in there if name in (None, each)), None)
+    if found is None:
+        raise database_not_found(name or "", there)
+    return found
 
 
 class Call(Request):
