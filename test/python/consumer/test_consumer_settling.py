@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -231,7 +232,27 @@ async def test_a_refused_settlement_leaves_its_message_to_be_delivered_again() -
     assert (held.state, desk.claims.is_settled) == (State.RELEASED, True)
 
 
-async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_settlement_that_was_locked_is_sent_again_later_and_delays_no_other() -> None:
+    desk = Desk(locked=[LOCKED, [True]], lost=[LOST, [True]], other=[[True]])
+    held = desk.hold(1, 2, 3)
+    for one, kind in zip(held, (b"locked", b"other", b"lost"), strict=True):
+        desk.claims.send(Result(one, State.RETRIED, statement=asked(kind)))
+        with suppress(psycopg.OperationalError):
+            await desk.claims.flush()
+    assert desk.asked == ["locked", "other", "lost"]
+    assert (desk.settled, desk.claims.is_settled) == ([(2, "retried")], False)
+    for one in held:
+        one.settle_at = min(one.settle_at, time.monotonic() + 0.01)
+    sending = asyncio.create_task(desk.claims.send_settlements())
+    await turn_until(lambda: desk.claims.is_settled)
+    sending.cancel()
+    assert sorted(desk.settled) == [(1, "retried"), (2, "retried"), (3, "retried")]
+
+
+async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timings, "settle_locked_again", 0.0)
     desk = Desk("receive", record=[LOST, [True], REFUSED, LOCKED, [False], [False]])
     parts = desk.claims._runtime
     called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
@@ -247,7 +268,6 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(ca
     assert [one.is_recorded for one in held] == [True, True, True, False]
     await asyncio.sleep(0)
     assert not recording.done()
-    desk.claims.queue({held[3]: Result(held[3], State.RELEASED, statement=asked(b"record"))})
     await desk.claims.flush()
     await recording
     assert desk.criticals == ["1 message could not be settled: it will be delivered again"]

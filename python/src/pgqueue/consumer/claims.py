@@ -5,6 +5,7 @@ A message that another transaction has locked can be neither extended nor settle
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -31,7 +32,6 @@ from .timings import timings
 
 T = TypeVar("T")
 
-_MOST_DUE = 5_000
 # Acknowledgements come first. Without an archive they succeed on a full disk, and make room for others.
 _TOGETHER = {State.ACKED: _calls.ack_claims, State.RELEASED: _calls.release_claims}  # results without a statement
 
@@ -43,8 +43,7 @@ class Claims:
         self._runtime = runtime
         self._settings = settings = runtime.settings
         self.held: set[ClaimedMessage] = set()  # those that are to be extended; the thread reads it
-        self._due: dict[ClaimedMessage, Result] = {}  # those that are to be settled
-        self._postponed = 0  # settlements of locked messages
+        self._due: dict[ClaimedMessage, Result] = {}  # those that are to be settled, until that is answered
         self._flushing = asyncio.Lock()
         self._portion = MOST_MESSAGES
         self.queue_names = settings.queue_names  # those that exist, in the order of preference
@@ -125,8 +124,8 @@ class Claims:
 
     async def in_parts(
         self, messages: Iterable[ClaimedMessage], work: Callable[[list[ClaimedMessage], bool], Awaitable[bool]]
-    ) -> list[ClaimedMessage]:
-        """Do work for the messages of each queue together, or one by one where one is locked; returns the locked ones.
+    ) -> None:
+        """Do work for the messages of each queue together, or one by one where one is locked.
 
         `work` gets messages, and whether to use the short lock timeout; it returns False if one is locked.
         """
@@ -135,16 +134,13 @@ class Claims:
             if not await work(part, False):
                 alone += part
         deadline = time.monotonic() + min(timings.lock_search, self.visibility_timeout.total_seconds() / 6)
-        left: list[ClaimedMessage] = []
         for message in alone:
             if time.monotonic() > deadline:
-                left.append(message)
-            elif await work([message], True):
+                break
+            if await work([message], True):
                 message.is_locked = False
             else:
-                left.append(message)
                 self._note_lock(message)
-        return left
 
     def _note_lock(self, message: ClaimedMessage) -> None:
         if not message.is_locked and message.state is not State.COMMITTING:
@@ -162,9 +158,9 @@ class Claims:
 
     def queue(self, results: dict[ClaimedMessage, Result]) -> None:
         """Execute the statements of results soon."""
-        is_first = not self._due
+        is_first = all(message.settle_at for message in self._due)
         self._due |= results
-        if is_first or len(self._due) >= _MOST_DUE:  # Between these nothing waits for more.
+        if is_first:  # Otherwise a flush is on its way.
             self._runtime.signal()
 
     def settled(self, result: Result) -> None:
@@ -206,45 +202,34 @@ class Claims:
     @property
     def is_settled(self) -> bool:
         """Whether all settlements were sent and answered."""
-        return not self._due and not self._postponed and not self._flushing.locked()
+        return not self._due
 
     async def send_settlements(self) -> None:
         """Send settlements, endlessly. Raises as `flush` does."""
         while True:
-            await self._runtime.wait_until(lambda: bool(self._due))
+            again = min((message.settle_at for message in self._due), default=math.inf)
+            await self._runtime.wait_until(lambda: any(not message.settle_at for message in self._due), again)
             if any(result.statement is None for result in self._due.values()):
-                await self._runtime.wait_until(
-                    lambda: len(self._due) >= _MOST_DUE, time.monotonic() + timings.ack_batch
-                )
+                await asyncio.sleep(timings.ack_batch)
             await self.flush()
 
     async def flush(self) -> None:
-        """Send the settlements that are due. Raises `psycopg.Error`: what was not settled is kept then."""
+        """Send the settlements that are due. Raises `psycopg.Error`: what was not answered stays due."""
         async with self._flushing:
-            due, self._due = self._due, {}
-            settle = partial(self._settle, due)
-            alone = [message for message, result in due.items() if result.statement is not None]
-            together = [result for result in due.values() if result.statement is None]
-            try:
-                for state in _TOGETHER:
-                    await self.in_parts([result.message for result in together if result.state is state], settle)
-                for message in alone:
-                    if not await settle([message], message.is_locked):
-                        self._note_lock(message)
-            except BaseException:
-                self.queue(due)
-                raise
-        if due:  # They are locked: their settlements are sent again in a moment.
-            self._postponed += 1
-            asyncio.get_running_loop().call_later(timings.settle_locked_again, self._resume, due)
+            now = time.monotonic()
+            due = [result for result in self._due.values() if result.message.settle_at <= now]
+            for state in _TOGETHER:
+                together = [one.message for one in due if one.state is state and one.statement is None]
+                await self.in_parts(together, self._settle)
+            for result in due:
+                if result.statement is not None and not await self._settle([result.message], result.message.is_locked):
+                    self._note_lock(result.message)
+            for result in due:  # Those that are still due are locked.
+                result.message.settle_at = time.monotonic() + timings.settle_locked_again
 
-    def _resume(self, results: dict[ClaimedMessage, Result]) -> None:
-        self._postponed -= 1
-        self.queue(results)
-
-    async def _settle(self, due: dict[ClaimedMessage, Result], messages: list[ClaimedMessage], is_locked: bool) -> bool:
-        """Execute one statement that settles messages, and remove them from `due`; False if one of them is locked."""
-        _, state, *_, statement = due[messages[0]]
+    async def _settle(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
+        """Execute one statement that settles messages; False if one of them is locked, and is due again later."""
+        _, state, *_, statement = self._due[messages[0]]
         try:
             call: Bound[Any] = statement or _TOGETHER[state](*claims_of(messages))
             answers = await self.answers_to(partial(self._runtime.run, kind="settle"), call, is_locked)
@@ -258,7 +243,7 @@ class Claims:
                 self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
             for message in messages:
                 self.forget(message)
-                self._end_record(due.pop(message).message)
+                self._end_record(self._due.pop(message).message)
             return True
         if answers is None:
             for message in messages:
@@ -269,15 +254,15 @@ class Claims:
             self._runtime.event("released", count, queue_name=messages[0].queue_name)
         for message, is_kept in zip(messages, kept, strict=True):
             if state is not State.RELEASED:
-                result = due.pop(message)
+                result = self._due.pop(message)
                 # A try whose connection broke has settled it, unless another consumer can have claimed it meanwhile.
                 if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
                     self.settled(result)
                 else:
                     self.lose(message)
             elif is_kept or message.is_locked or statement is None:
-                self._end_record(due.pop(message).message)
-        return messages[0] not in due  # In receive mode, the server may end an aborted transaction late.
+                self._end_record(self._due.pop(message).message)
+        return messages[0] not in self._due  # In receive mode, the server may end an aborted transaction late.
 
     def _end_record(self, message: ClaimedMessage) -> None:
         message.is_recorded = True

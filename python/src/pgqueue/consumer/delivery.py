@@ -69,6 +69,7 @@ class ClaimedMessage:
     is_settled_by_handler: bool = False  # by `Delivery.settled`, in any thread
     is_recorded: bool = False  # its failure, in receive mode
     claimed_until: float = 0.0  # of the monotonic clock; before it no other consumer can claim the message
+    settle_at: float = 0.0  # on the same clock: when its settlement is tried again, after it was locked
     state: State = State.CLAIMED  # only `try_become` changes it, in any thread
 
     def __post_init__(self) -> None:
