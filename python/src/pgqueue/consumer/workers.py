@@ -206,7 +206,6 @@ class ThreadWorkers(Workers):
         self._lock = threading.Lock()
         self._idle_threads = 0
         self._threads: set[threading.Thread] = set()
-        self._is_closed = False
 
     def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
         def handle(argument: Any) -> Any:
@@ -255,8 +254,6 @@ class ThreadWorkers(Workers):
         while (order := self._orders.get()) is not None:
             order()
             del order
-            if self._is_closed:
-                return
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, from a thread."""
@@ -269,10 +266,7 @@ class ThreadWorkers(Workers):
 
     async def close(self) -> None:
         """Close the idle connections and end the threads. A thread that never returns ends with the process."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle_threads = self._idle_threads, 0
-        for _ in range(idle):
+        for _ in self._threads:
             self._orders.put(None)
         await super().close()
 
