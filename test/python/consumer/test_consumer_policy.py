@@ -208,7 +208,7 @@ def circuit(clock: SimpleNamespace) -> tuple[runtime.Runtime, list[str], Callabl
     return parts, states, fail
 
 
-def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: SimpleNamespace) -> None:
+async def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: SimpleNamespace) -> None:
     parts, states, fail = circuit(clock)
     assert parts.stats.circuit == "closed"
     fail("claim")
@@ -220,7 +220,7 @@ def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough(clock: Simpl
     assert (parts.stats.circuit, states) == ("open", ["armed", "open"])
 
 
-def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock: SimpleNamespace) -> None:
+async def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock: SimpleNamespace) -> None:
     parts, states, fail = circuit(clock)
     for _ in range(31):
         fail("claim")
@@ -234,7 +234,7 @@ def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another(clock
     assert states == ["armed", "open", "closed"]
 
 
-def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open(clock: SimpleNamespace) -> None:
+async def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open(clock: SimpleNamespace) -> None:
     parts, _, fail = circuit(clock)
     assert [fail("claim") for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
     clock.now += 30

@@ -50,7 +50,7 @@ async def turn_until(happened: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_one_handler_runs_while_the_circuit_is_open() -> None:
+async def test_one_handler_runs_while_the_circuit_is_open() -> None:
     parts = runtime(circuit_breaker_after=timedelta(0))
     assert parts.limit == 4
     parts.failed("claim", psycopg.OperationalError("down"))
@@ -166,7 +166,7 @@ class Desk:
 async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -> None:
     parts = runtime()
     freed: list[int] = []
-    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts))
     held = Desk().hold(1)
     called.claims.add(held, time.monotonic())
     called._start(held, called._handle)
@@ -182,7 +182,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
 
 async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
     parts = runtime()
-    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts))
     held = Desk().hold(1, 2)
 
     async def work(_: HandlerCall) -> None:
@@ -199,7 +199,7 @@ async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
 
 async def test_a_call_whose_transaction_commits_when_its_time_is_over_is_not_given_up() -> None:
     parts = runtime()
-    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts))
     held = Desk().hold(1)
 
     async def work(call: HandlerCall) -> None:
@@ -255,7 +255,7 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(
     monkeypatch.setattr(timings, "settle_locked_again", 0.0)
     desk = Desk("receive", record=[LOST, [True], REFUSED, LOCKED, [False], [False]])
     parts = desk.claims._runtime
-    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts))
     called.claims = desk.claims
     held = desk.hold(1, 2, 3, 4)
     call = HandlerCall(cancels_task=False)
@@ -277,7 +277,7 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(
 async def test_a_call_does_not_wait_for_ever_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "record", 3600.0)
     parts = runtime(mode="receive")
-    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts))
     called._start([], partial(called._record_failures, Desk().hold(1), REFUSED))
     await asyncio.sleep(0)
     assert called.free == parts.limit - 1
@@ -399,7 +399,7 @@ class Watch:
     def __init__(self) -> None:
         self.parts = runtime()
         self.parts.stats.listening = True
-        self.poller = Poller(self.parts, Workers(self.parts.settings, self.parts.connections))
+        self.poller = Poller(self.parts, Workers(self.parts))
         self.poller._delay = 0.0  # A wait ends at once.
 
         async def run(*_: Any) -> list[Any]:
@@ -415,7 +415,7 @@ class Watch:
         return self.parts.stats.waits - before
 
 
-def test_looks_for_a_message_that_cannot_be_taken_become_rarer() -> None:
+async def test_looks_for_a_message_that_cannot_be_taken_become_rarer() -> None:
     poller = Watch().poller
     poller._delay = 1.0
     pauses = []

@@ -275,7 +275,6 @@ class Extension:
     def __init__(self, claims: Claims, runtime: Runtime) -> None:
         self._claims = claims
         self._runtime = runtime
-        self._loop = asyncio.get_running_loop()  # of the consumer
         self.link = SharedConnection(runtime.connections)
         self.stopped = threading.Event()
         self.ended = asyncio.Event()
@@ -283,7 +282,7 @@ class Extension:
     def run(self) -> None:
         """Extend each claim when a third of its time has passed, until `stopped` is set. Sets `ended` at last."""
         with ExitStack() as ends:
-            ends.callback(self._post, self.ended.set)
+            ends.callback(self._runtime.post, self.ended.set)
             runner = ends.enter_context(asyncio.Runner(loop_factory=asyncio.SelectorEventLoop))
             ends.callback(lambda: runner.run(self.link.close()))
             while not self.stopped.wait(min(self._seconds / 12, timings.extension_check)):
@@ -291,15 +290,11 @@ class Extension:
                     try:
                         runner.run(self._extend(due))
                     except (psycopg.Error, OSError) as error:
-                        self._post(self._runtime.failed, "extend", error)
+                        self._runtime.post(self._runtime.failed, "extend", error)
 
     @property
     def _seconds(self) -> float:
         return self._claims.visibility_timeout.total_seconds()
-
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # The loop is closed: nobody waits for an answer any more.
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _due(self) -> list[ClaimedMessage]:
         latest = time.monotonic() + self._seconds * (1 - timings.extend_after)
@@ -309,7 +304,7 @@ class Extension:
         self.link.deadline = self._runtime.settling.deadline
         await self._claims.in_parts(due, self._extend_part)
         for kind in ("extend", "connection"):
-            self._post(self._runtime.succeeded, kind)
+            self._runtime.post(self._runtime.succeeded, kind)
 
     async def _extend_part(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
         messages = [message for message in messages if message.state is not State.COMMITTING]
@@ -326,7 +321,7 @@ class Extension:
         for message in messages:
             if message.id in kept:
                 message.claimed_until = now + self._seconds
-        self._post(self._claims.extended, messages, kept)
+        self._runtime.post(self._claims.extended, messages, kept)
         return True
 
     async def _run(self, call: Bound[T]) -> list[T]:

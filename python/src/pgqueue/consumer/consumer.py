@@ -31,7 +31,6 @@ class _Base(Settings):
 
     _runtime: Runtime | None = None
     _workers: Workers | None = None
-    _loop: asyncio.AbstractEventLoop | None = None
     _task: asyncio.Task[None]
     _stops = 0
     _runs_in: int | None = None  # the process: a forked child does not run the consumer
@@ -74,10 +73,9 @@ class _Base(Settings):
 
     def _tell(self) -> None:
         """Apply stops and a new concurrency, on the event loop of the consumer."""
-        loop = self._loop
-        if loop is not None:
-            with suppress(RuntimeError):  # The loop was closed just now.
-                loop.call_soon_threadsafe(self._apply)
+        runtime = self._runtime
+        if runtime is not None:
+            runtime.post(self._apply)
 
     def _apply(self) -> None:
         if self._runtime is not None:
@@ -157,9 +155,8 @@ class _Base(Settings):
 
     async def _consume(self) -> None:
         """Consume on the running event loop."""
-        self._loop = asyncio.get_running_loop()
         self._runtime = runtime = Runtime(self, self._stats)
-        self._workers = (Workers if self._is_async else ThreadWorkers)(self, runtime.connections)
+        self._workers = (Workers if self._is_async else ThreadWorkers)(runtime)
         poller = Poller(runtime, self._workers)
         tasks: list[asyncio.Task[None]] = []
         self._apply()
@@ -178,7 +175,7 @@ class _Base(Settings):
             finally:
                 await runtime.close()
                 await self._workers.close()
-                self._loop = self._runtime = self._workers = None
+                self._runtime = self._workers = None
 
 
 @dataclass(eq=False, repr=False)

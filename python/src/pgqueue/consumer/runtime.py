@@ -44,6 +44,7 @@ class Runtime:
         self.error: BaseException | None = None  # why the consumer stops by itself
         self.grace = settings.grace_period.total_seconds()
         self.on_signal: Callable[[], None] = lambda: None  # what does not need a task of its own
+        self._loop = asyncio.get_running_loop()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
         self._connect_at = 0.0
@@ -62,6 +63,11 @@ class Runtime:
     def is_forced(self) -> bool:
         """Whether to cancel the handlers."""
         return self.stops > 1
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop, from any thread."""
+        with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def stop_with(self, error: BaseException) -> None:
         """Stop the consumer, which then raises an error."""

@@ -154,7 +154,7 @@ class Transactions:
             await session.command(_calls.COMMIT)
         if call.received is not None:  # After a conflict the call receives once more.
             received, call.received = call.received, None
-            self._workers.call_soon(received, len(rows))
+            self._runtime.post(received, len(rows))
         if not rows:
             return Attempt()
         results: list[Result] = []
@@ -253,7 +253,7 @@ class Transactions:
                     raise OperationalError("the connection was lost while on_failure ran") from fault
                 await session.execute(undo)
                 text = f"on_failure raised {type(fault).__name__} for message {message.id}"
-                self._workers.call_soon(self._runtime.critical, fault, text)
+                self._runtime.post(self._runtime.critical, fault, text)
                 await session.command(begin)
         message.try_become(State.COMMITTING)
         try:

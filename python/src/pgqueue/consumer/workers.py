@@ -28,9 +28,9 @@ from .._client_rows import read_leniently
 from .._connections import execute_command
 from .._coroutines import done, run_to_end
 from .._tasks import in_thread
-from .connections import ConnectionFactory, ConnectionPool, new_cursor, reset_statements, restore
+from .connections import ConnectionPool, new_cursor, reset_statements, restore
 from .delivery import HandlerCall, latest_argument
-from .settings import Settings
+from .runtime import Runtime
 from .timings import timings
 
 T = TypeVar("T")
@@ -112,9 +112,10 @@ class Workers:
 
     is_async = True  # a handler runs in the task that waits for it, so that cancelling the task cancels it
 
-    def __init__(self, settings: Settings, connections: ConnectionFactory) -> None:
-        self._settings = settings
-        self._pool = ConnectionPool(connections, self.is_async, for_handlers=True)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settings = settings = runtime.settings
+        self._pool = ConnectionPool(runtime.connections, self.is_async, for_handlers=True)
         self._calling: set[asyncio.Task[Any] | None] = set()
         self.attempt: UserFunction = settings.handler  # inside the middleware, of which the first is the outermost
         for middleware in reversed(settings.middleware):
@@ -181,10 +182,6 @@ class Workers:
                 connection.pgconn.finish()
             await self._pool.put(connection, self._settings.slots)
 
-    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop."""
-        function(*arguments)
-
     def is_called_by_handler(self) -> bool:
         """Whether the caller is a handler: it would wait for itself if it waited for the consumer's end."""
         return asyncio.current_task() in self._calling
@@ -199,9 +196,8 @@ class ThreadWorkers(Workers):
 
     is_async = False
 
-    def __init__(self, settings: Settings, connections: ConnectionFactory) -> None:
-        super().__init__(settings, connections)
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle_threads = 0
@@ -223,7 +219,7 @@ class ThreadWorkers(Workers):
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
         """Run work that never suspends in a thread."""
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         context = contextvars.copy_context()
 
         def order() -> None:
@@ -234,7 +230,7 @@ class ThreadWorkers(Workers):
             # The thread counts as idle before the result is known, so that the next order can go to this thread.
             with self._lock:
                 self._idle_threads += 1
-            self.call_soon(_settle, future, answer)
+            self._runtime.post(_settle, future, answer)
 
         with self._lock:
             if self._idle_threads > 0:
@@ -254,11 +250,6 @@ class ThreadWorkers(Workers):
         while (order := self._orders.get()) is not None:
             order()
             del order
-
-    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, from a thread."""
-        with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_called_by_handler(self) -> bool:
         """Whether the caller is a handler."""
