@@ -464,7 +464,7 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
         deliveries[0].retry()
     steps: list[Any] = []
 
-    class Recorder:
+    class Recorder(Transactions):
         """A session that notes what is executed, and says that everything was still claimed."""
 
         async def execute(self, call: Bound[Any]) -> list[Any]:
@@ -474,9 +474,8 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
         async def command(self, text: bytes) -> None:
             steps.append(text)
 
-    workers: Any = None  # Settling does without.
-    session: Any = Recorder()
-    results = await Transactions(parts, workers)._settle(held, deliveries, 0.1, b"commit", session)
+    session = Recorder(Workers(parts), parts, None, HandlerCall(cancels_task=False))
+    results = await session._settle(held, deliveries, 0.1, b"commit")
     assert [step.values[1] for step in steps[:-1]] == [1, 2, 3]
     assert b"nack" in steps[2].text if marked else b"ack" in steps[2].text
     assert steps[-1] == b"commit"

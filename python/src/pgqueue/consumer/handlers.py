@@ -37,7 +37,6 @@ class HandlerCalls:
         self._runtime = runtime
         self._settings = runtime.settings
         self._workers = workers
-        self._transactions = Transactions(runtime, workers)
         self._wanted = 0  # how many messages may still be received; after a receive that finds nothing, none
         self._is_expected = False  # a peek has counted them
         self._open = 0  # receives whose result is not known
@@ -252,7 +251,7 @@ class HandlerCalls:
     async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Attempt:
         """Call the handler in a transaction that also acknowledges."""
         for is_first in (True, False):
-            attempt: Attempt | None = await self._with_session(call, self._transactions.attempt, call, messages)
+            attempt: Attempt | None = await self._with_session(call, Transactions.attempt, messages)
             if attempt is None:
                 break
             for result in attempt.results:
@@ -261,7 +260,7 @@ class HandlerCalls:
                 return attempt
             # The message need not be the cause of the broken connection, the first time. Its transaction was rolled
             # back, or it was committed and the message is not there any more.
-            for message in await self._with_session(call, self._transactions.extend, messages) or ():
+            for message in await self._with_session(call, Transactions.extend, messages) or ():
                 self.claims.lose(message)
             messages = [message for message in messages if not message.is_lost]
         return Attempt()
@@ -275,13 +274,13 @@ class HandlerCalls:
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
             self.claims.send(settlement(self._runtime, message, error, seconds))
             return
-        result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
+        result = await self._with_session(call, Transactions.fail, message, error, seconds)
         if result is not None and not call.is_cancelled:
             self.claims.settled(result)
 
     async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do work that gets a session as its last argument, with another connection if one breaks."""
-        return await self._retry_until_done(call, partial(self._workers.run, partial(work, *arguments), call))
+        """Do work in a session, with another connection if one breaks."""
+        return await self._retry_until_done(call, partial(self._workers.run, Transactions, call, work, *arguments))
 
     async def _retry_until_done(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
         """Do work, again after trouble; None if the work is void."""
@@ -305,7 +304,7 @@ class HandlerCalls:
     async def _receive(self, call: HandlerCall) -> None:
         call.received = self._received
         try:
-            attempt = await self._workers.run(partial(self._transactions.receive, call), call)
+            attempt = await self._workers.run(Transactions, call, Transactions.receive)
         except (psycopg.Error, OSError) as error:
             if call.is_cancelled:  # Its connection may have been aborted.
                 return

@@ -16,11 +16,11 @@ from .._connections import is_broken
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble
 from . import policy
 from .connections import begin_statement, is_busy, is_outside_transaction
-from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State, by_queue, claims_of
+from .delivery import ClaimedMessage, Delivery, Failure, Result, State, by_queue, claims_of
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
 from .timings import timings
-from .workers import Session, Workers
+from .workers import Session
 
 _MOST_CONFLICTS = 20
 _PRIVILEGE_HINT = (
@@ -84,51 +84,46 @@ class Attempt(NamedTuple):
     is_undone: bool = False  # rolled back because its connection broke; in receive mode this undoes the claim, too
 
 
-class Transactions:
-    """The work on the connections of handlers. It may run in threads: it posts to the event loop what belongs there."""
+class Transactions(Session):
+    """The work of a call on a connection. It may run in a thread: it posts to the event loop what belongs there."""
 
-    def __init__(self, runtime: Runtime, workers: Workers) -> None:
-        self._runtime = runtime
-        self._settings = runtime.settings
-        self._workers = workers
-
-    async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
+    async def attempt(self, messages: list[ClaimedMessage]) -> Attempt:
         """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
         conflicts, lost = 0, list[Result]()
-        while messages and not call.is_cancelled:  # Connecting may have taken long.
-            await session.command(begin_statement(session.connection))
-            results, error, seconds, _ = await self._work(call, messages, session, _calls.COMMIT)
+        while messages and not self.call.is_cancelled:  # Connecting may have taken long.
+            await self.command(begin_statement(self.connection))
+            results, error, seconds, _ = await self._work(messages, _calls.COMMIT)
             if results:
                 return Attempt([*lost, *results])
-            await _roll_back(session)
+            await self._roll_back()
             if isinstance(error, _ClaimLost):
-                if gone := await self.extend(messages, session):  # The others are handled once more.
+                if gone := await self.extend(messages):  # The others are handled once more.
                     lost += [Result(message, State.LOST) for message in gone]
                     messages = [message for message in messages if message not in gone]
                     continue
                 error = error.__cause__ or error
             if error is None:
                 break
-            is_undone = is_trouble(database_error(error)) and is_broken(session.connection)
+            is_undone = is_trouble(database_error(error)) and is_broken(self.connection)
             if is_undone or not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
                 return Attempt(lost, error, seconds, is_undone)
             conflicts += 1
-            await _pause_after_conflict(conflicts, session)
+            await self._pause_after_conflict(conflicts)
         return Attempt(lost)
 
-    async def receive(self, call: HandlerCall, session: Session) -> Attempt:
+    async def receive(self) -> Attempt:
         """Claim, call the handler and settle in one transaction."""
-        connection = session.connection
+        connection = self.connection
         for conflicts in range(1, _MOST_CONFLICTS + 7):
             try:
-                return await self._receive(call, session, conflicts <= _MOST_CONFLICTS)
+                return await self._receive(conflicts <= _MOST_CONFLICTS)
             except Exception as fault:
                 # The transaction has ended or cannot go on.
-                await _roll_back(session)
-                if call.is_cancelled:
+                await self._roll_back()
+                if self.call.is_cancelled:
                     return Attempt()
                 if not is_conflict(fault):
-                    if call.messages:
+                    if self.call.messages:
                         cause = fault.__cause__ if isinstance(fault, _RolledBack) else fault
                         return Attempt(error=cause, is_undone=True)
                     if not isinstance(fault, QueueNotFound):
@@ -138,82 +133,80 @@ class Transactions:
                         raise
                     name = type(fault).__name__
                     raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
-            await _pause_after_conflict(conflicts, session)
-            _set_states(call.messages, State.RELEASED)
-            call.take([])
+            await self._pause_after_conflict(conflicts)
+            _set_states(self.call.messages, State.RELEASED)
+            self.call.take([])
         return Attempt()
 
-    async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt:
+    async def _receive(self, again: bool) -> Attempt:
         """The same once. Raises a conflict of the handler if `again`; otherwise it is a failed attempt."""
-        begin, settings = begin_statement(session.connection), self._settings
+        begin, settings = begin_statement(self.connection), self._settings
         claim = _calls.begin_and_claim(begin, settings.queue_name, settings.batch_size or 1, settings.stored_name)
-        rows = await session.execute(claim)
+        rows = await self.execute(claim)
         messages = [ClaimedMessage(row) for row in rows]
-        call.take(messages)
+        self.call.take(messages)
         if not rows:  # A claim that finds nothing can lock a group, from which the next claim would take nothing.
-            await session.command(_calls.COMMIT)
-        if call.received is not None:  # After a conflict the call receives once more.
-            received, call.received = call.received, None
+            await self.command(_calls.COMMIT)
+        if self.call.received is not None:  # After a conflict the call receives once more.
+            received, self.call.received = self.call.received, None
             self._runtime.post(received, len(rows))
         if not rows:
             return Attempt()
         results: list[Result] = []
-        if not call.is_cancelled:
-            attempt = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
+        if not self.call.is_cancelled:
+            attempt = await self._work_from_savepoint(messages, _calls.COMMIT)
             if attempt.results:
                 return attempt
             for message in messages:
-                if len(messages) > 1 and not call.is_cancelled:
+                if len(messages) > 1 and not self.call.is_cancelled:
                     # The handler gets each message by itself, so that only the one that caused the error fails.
-                    await session.command(_calls.SAVEPOINT)
-                    attempt = await self._work_from_savepoint(call, [message], session, _calls.RELEASE_SAVEPOINT)
+                    await self.command(_calls.SAVEPOINT)
+                    attempt = await self._work_from_savepoint([message], _calls.RELEASE_SAVEPOINT)
                     results += attempt.results
                 if is_conflict(attempt.error) and again:
                     raise _RolledBack from attempt.error
-                if attempt.error is not None and not call.is_cancelled:
-                    results.append(await self.fail(call, message, attempt.error, attempt.seconds, session))
-        if call.is_cancelled:
-            await _roll_back(session)
+                if attempt.error is not None and not self.call.is_cancelled:
+                    results.append(await self.fail(message, attempt.error, attempt.seconds))
+        if self.call.is_cancelled:
+            await self._roll_back()
             return Attempt()
-        await session.command(_calls.COMMIT)
+        await self.command(_calls.COMMIT)
         return Attempt(results)
 
-    async def _work_from_savepoint(
-        self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
-    ) -> Attempt:
+    async def _work_from_savepoint(self, messages: list[ClaimedMessage], end: bytes) -> Attempt:
         """Call the handler and settle, after a savepoint; any failure rolls back to the savepoint."""
         # Deferred constraints are checked while the transaction can still roll back to the savepoint.
-        attempt = await self._work(call, messages, session, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
+        attempt = await self._work(messages, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
         if attempt.error is not None:
-            if is_outside_transaction(session.connection):
+            if is_outside_transaction(self.connection):
                 raise _RolledBack from attempt.error
-            await session.execute(_calls.ROLLBACK_TO_SAVEPOINT)
+            await self.execute(_calls.ROLLBACK_TO_SAVEPOINT)
         return attempt
 
-    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes) -> Attempt:
+    async def _work(self, messages: list[ClaimedMessage], end: bytes) -> Attempt:
         """Call the handler and settle; returns the results, or none and the error, or neither if the work is void."""
-        connection = session.connection
+        connection = self.connection
         deliveries = [message.deliver(connection, True) for message in messages]
-        call.in_hand = messages
+        self.call.in_hand = messages
         started = time.monotonic()
         error: BaseException | None = next(filter(None, [policy.refusal(one.message) for one in messages]), None)
         if error is None:
-            _, error = await session.call(self._workers.attempt, self._settings.argument(deliveries))
+            _, error = await self.call_function(self._workers.attempt, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
         if is_busy(connection):
-            await session.abort_connection(call)
+            await self.abort_connection()
             error = error or RuntimeError("the handler has left a statement running")
         if error is None and is_outside_transaction(connection):
             error = RuntimeError("the handler ended the transaction that its work and the message share")
             if connection.closed:
                 error = OperationalError("the connection was lost while the handler ran")
-        if error is None and not call.is_cancelled:
+        if error is None and not self.call.is_cancelled:
             _set_states(messages, State.COMMITTING)
         if all(message.is_void for message in messages):
             error = None
         elif error is None:
             try:
-                return Attempt(await self._settle(messages, deliveries, seconds, end, session), None, seconds)
+                return Attempt(await self._settle(messages, deliveries, seconds, end), None, seconds)
             except Exception as failure:
                 error = failure
                 if isinstance(error, InsufficientPrivilege):
@@ -221,25 +214,23 @@ class Transactions:
         _set_states(messages, State.WORKING)
         return Attempt((), error, seconds)
 
-    async def fail(
-        self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None, session: Session
-    ) -> Result:
+    async def fail(self, message: ClaimedMessage, error: BaseException, seconds: float | None) -> Result:
         """Call the policy and carry out the decision, in one transaction, or in a savepoint of the present one."""
-        connection = session.connection
+        connection = self.connection
         begin, commit, undo = _calls.POLICY_SAVEPOINT
         if is_outside_transaction(connection):
             begin, commit, undo = begin_statement(connection), _calls.COMMIT, _calls.ROLLBACK
         answer: Decision | None = None
-        call.in_hand = [message]
-        await session.command(begin)
+        self.call.in_hand = [message]
+        await self.command(begin)
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
             for _ in range(2):
                 failure = Failure(message.deliver(connection, True), error, message.message.attempt_count, connection)
-                said, fault = await session.call(self._settings.on_failure, failure)
+                said, fault = await self.call_function(self._settings.on_failure, failure)
                 if is_busy(connection):
-                    await session.abort_connection(call)
+                    await self.abort_connection()
                     raise OperationalError("on_failure has left a statement running") from fault
-                if call.is_cancelled:
+                if self.call.is_cancelled:
                     break
                 if fault is None and connection.pgconn.transaction_status == TransactionStatus.INERROR:
                     fault = InFailedSqlTransaction("on_failure went on after a statement of its had failed")
@@ -251,30 +242,30 @@ class Transactions:
                     fault = mistake
                 if connection.closed:
                     raise OperationalError("the connection was lost while on_failure ran") from fault
-                await session.execute(undo)
+                await self.execute(undo)
                 text = f"on_failure raised {type(fault).__name__} for message {message.id}"
                 self._runtime.post(self._runtime.critical, fault, text)
-                await session.command(begin)
+                await self.command(begin)
         message.try_become(State.COMMITTING)
         try:
-            if call.is_cancelled:
+            if self.call.is_cancelled:
                 message.try_become(State.WORKING)
-                await session.execute(undo)
+                await self.execute(undo)
                 return Result(message, State.LOST)
             result = settlement(self._runtime, message, error, seconds, answer)
             assert result.statement is not None  # noqa: S101 - for mypy
-            (kept,) = await session.execute(result.statement)
+            (kept,) = await self.execute(result.statement)
             if kept:
-                await session.command(commit)
+                await self.command(commit)
             else:
-                await session.execute(undo)
+                await self.execute(undo)
         except Exception:
             message.try_become(State.WORKING)
             raise
         return result if kept else Result(message, State.LOST)
 
     async def _settle(
-        self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
+        self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes
     ) -> list[Result]:
         """Acknowledge the messages, or settle them as they are marked, and execute `end`. Raises `_ClaimLost`."""
         results = [
@@ -286,27 +277,36 @@ class Transactions:
         if any(result.statement for result in results) or len({message.token for message in messages}) > 1:
             # One by one, by id: heartbeats lock messages in this order.
             for result in sorted(results, key=lambda result: result.message.id):
-                (kept,) = await session.execute(result.statement or _calls.ack(*result.message.claim))
+                (kept,) = await self.execute(result.statement or _calls.ack(*result.message.claim))
                 if not kept:
                     raise _ClaimLost
-            await session.command(end)
+            await self.command(end)
             return results
         # All in one command, which fails before `end` if one of the messages is not claimed any more.
         ids = [message.id for message in messages]
         try:
-            await session.command(_calls.ack_all_or_fail(messages[0].queue_name, ids, messages[0].token) + end)
+            await self.command(_calls.ack_all_or_fail(messages[0].queue_name, ids, messages[0].token) + end)
         except DivisionByZero as error:
             raise _ClaimLost("the message was not there any more to be acknowledged") from error
         return results
 
-    async def extend(self, messages: list[ClaimedMessage], session: Session) -> list[ClaimedMessage]:
+    async def extend(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
         """Extend claims; returns the messages whose claims are lost."""
         kept: set[int] = set()
         for part in by_queue(messages):
             with suppress(QueueNotFound):  # It was dropped with its messages.
                 call = _calls.extend_claims(*claims_of(part), self._settings.visibility_timeout)
-                kept.update(answer.id for answer in await session.execute(call) if answer.settled)
+                kept.update(answer.id for answer in await self.execute(call) if answer.settled)
         return [message for message in messages if message.id not in kept]
+
+    async def _roll_back(self) -> None:
+        if not is_outside_transaction(self.connection):
+            await self.execute(_calls.ROLLBACK)
+
+    async def _pause_after_conflict(self, number: int) -> None:
+        # For a random time, so that two transactions do not conflict again.
+        longest = min(timings.conflict_pause * number, timings.longest_conflict_pause)
+        await self.sleep(random.uniform(0, longest))  # noqa: S311
 
 
 class _RolledBack(Exception):
@@ -321,14 +321,3 @@ def _set_states(messages: list[ClaimedMessage], state: State) -> None:
     """Change the state of those messages that may change to it: others can be lost or released by now."""
     for message in messages:
         message.try_become(state)
-
-
-async def _roll_back(session: Session) -> None:
-    if not is_outside_transaction(session.connection):
-        await session.execute(_calls.ROLLBACK)
-
-
-async def _pause_after_conflict(number: int, session: Session) -> None:
-    # For a random time, so that two transactions do not conflict again.
-    longest = min(timings.conflict_pause * number, timings.longest_conflict_pause)
-    await session.sleep(random.uniform(0, longest))  # noqa: S311

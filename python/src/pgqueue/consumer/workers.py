@@ -47,16 +47,18 @@ class Answer(NamedTuple):
 class Session:
     """A connection of a handler, for work on the event loop, or in a thread, where none of the methods suspends."""
 
-    def __init__(self, workers: "Workers", connection: Any, call: HandlerCall) -> None:
+    def __init__(self, workers: "Workers", runtime: Runtime, connection: Any, call: HandlerCall) -> None:
+        self._workers = workers
+        self._runtime = runtime
+        self._settings = runtime.settings
         self.connection = connection
-        self._call = partial(Workers.call, workers, call)
-        self._is_async = workers.is_async
+        self.call = call
         self.is_reset = True  # no function of the user has used the connection since
 
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
+    async def call_function(self, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in this thread."""
         self.is_reset = False
-        return await self._call(function, argument)
+        return await Workers.call(self._workers, self.call, function, argument)
 
     async def command(self, text: bytes) -> None:
         """Execute statements without values or rows, for half of what a cursor costs. A commit resets the session."""
@@ -95,16 +97,16 @@ class Session:
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
-        await asyncio.sleep(seconds) if self._is_async else time.sleep(seconds)  # noqa: ASYNC251
+        await asyncio.sleep(seconds) if self._workers.is_async else time.sleep(seconds)  # noqa: ASYNC251
 
-    async def abort_connection(self, call: HandlerCall) -> None:
+    async def abort_connection(self) -> None:
         """Make the statement that runs on the connection fail, and close the connection."""
-        await in_thread(call.abort_connection) if self._is_async else call.abort_connection()
+        await in_thread(self.call.abort_connection) if self._workers.is_async else self.call.abort_connection()
         await self.sleep(timings.abort)
         self.connection.pgconn.finish()
 
 
-Work = Callable[[Session], Coroutine[Any, Any, T]]
+Work = Callable[..., Coroutine[Any, Any, T]]  # on a session
 
 
 class Workers:
@@ -168,13 +170,13 @@ class Workers:
             if answer.error is not None:
                 raise answer.error
 
-    async def run(self, work: Work[T], call: HandlerCall) -> T:
-        """Run work for a call with a session of its own. Raises what the work raises."""
+    async def run(self, kind: type[Session], call: HandlerCall, work: Work[T], *arguments: Any) -> T:
+        """Run work for a call, which gets a session of its own and the arguments. Raises what the work raises."""
         connection = await self._pool.take() or await self._pool.open()
-        session = Session(self, connection, call)
+        session = kind(self, self._runtime, connection, call)
         try:
             with call.using(connection):
-                result = await work(session)
+                result = await work(session, *arguments)
                 await session.finish()
                 return result
         finally:
@@ -213,9 +215,9 @@ class ThreadWorkers(Workers):
         """Call a function of the user in a thread."""
         return await self._submit(partial(super().call, call, function, argument))
 
-    async def run(self, work: Work[T], call: HandlerCall) -> T:
-        """Run work for a call in a thread with a session of its own. Raises what the work raises."""
-        return await self._submit(partial(super().run, work, call))
+    async def run(self, kind: type[Session], call: HandlerCall, work: Work[T], *arguments: Any) -> T:
+        """Run work for a call in a thread. Raises what the work raises."""
+        return await self._submit(partial(super().run, kind, call, work, *arguments))
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
         """Run work that never suspends in a thread."""
