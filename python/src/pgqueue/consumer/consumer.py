@@ -158,24 +158,18 @@ class _Base(Settings):
         self._runtime = runtime = Runtime(self, self._stats)
         self._workers = (Workers if self._is_async else ThreadWorkers)(runtime)
         poller = Poller(runtime, self._workers)
-        tasks: list[asyncio.Task[None]] = []
         self._apply()
         try:
-            if self.liveness_file is not None:
-                self.touch_liveness_file()
-                tasks.append(asyncio.create_task(runtime.show_liveness()))
+            runtime.show_liveness()
             await self._workers.call_hook(self.on_start)
             try:
                 await poller.run(self._found)
             finally:
                 await self._workers.call_hook(self.on_stop)
         finally:
-            try:
-                await end_tasks(tasks)
-            finally:
-                await runtime.close()
-                await self._workers.close()
-                self._runtime = self._workers = None
+            await runtime.close()
+            await self._workers.close()
+            self._runtime = self._workers = None
 
 
 @dataclass(eq=False, repr=False)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import psycopg
@@ -45,6 +46,7 @@ class Runtime:
         self.grace = settings.grace_period.total_seconds()
         self.on_signal: Callable[[], None] = lambda: None  # what does not need a task of its own
         self._loop = asyncio.get_running_loop()
+        self._liveness: asyncio.TimerHandle | None = None
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
         self._connect_at = 0.0
@@ -130,17 +132,22 @@ class Runtime:
             self.succeeded(one)
         return rows
 
-    async def show_liveness(self) -> None:
-        """Touch the liveness file, endlessly."""
-        while True:
-            await asyncio.sleep(timings.liveness)
-            try:
-                self.settings.touch_liveness_file()
-            except OSError as error:
-                self.log(logging.WARNING, f"liveness_file: {error}")
+    def show_liveness(self) -> None:
+        """Touch the liveness file, if there is one, again and again until `close`. The first time raises `OSError`."""
+        if self.settings.liveness_file is None:
+            return
+        try:
+            Path(self.settings.liveness_file).touch()
+        except OSError as error:
+            if self._liveness is None:
+                raise
+            self.log(logging.WARNING, f"liveness_file: {error}")
+        self._liveness = self._loop.call_later(timings.liveness, self.show_liveness)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and leave the liveness file alone."""
+        if self._liveness is not None:
+            self._liveness.cancel()
         await self.claiming.close()
         await self.settling.close()
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from psycopg import ProgrammingError
@@ -156,11 +155,6 @@ class Settings:
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-
-    def touch_liveness_file(self) -> None:
-        """Show that the event loop runs, if there is a file for that. Raises `OSError`."""
-        if self.liveness_file is not None:
-            Path(self.liveness_file).touch()
 
     @property
     def queue_names(self) -> list[str]:
