@@ -121,16 +121,11 @@ class Workers:
         self._calling: set[asyncio.Task[Any] | None] = set()
         self.attempt: UserFunction = settings.handler  # inside the middleware, of which the first is the outermost
         for middleware in reversed(settings.middleware):
-            self.attempt = self._inside(middleware, self.attempt)
+            self.attempt = partial(self._surround, middleware, self.attempt)
 
-    def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
-        async def handle(argument: Any) -> None:
-            async def call_next() -> None:
-                await done(function(argument))
-
-            await done(middleware(argument, call_next))
-
-        return handle
+    def _surround(self, middleware: Callable[..., Any], function: UserFunction, argument: Any) -> Any:
+        end = _wait_and_check if self.is_async else _check
+        return middleware(argument, lambda: end(function(argument)))
 
     async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
@@ -205,12 +200,6 @@ class ThreadWorkers(Workers):
         self._idle_threads = 0
         self._threads: set[threading.Thread] = set()
 
-    def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
-        def handle(argument: Any) -> Any:
-            return middleware(argument, lambda: _check(function(argument)))
-
-        return handle
-
     async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
         return await self._submit(partial(super().call, call, function, argument))
@@ -280,6 +269,10 @@ def _check(value: Any) -> None:
         if inspect.iscoroutine(value) or inspect.isgenerator(value):
             value.close()
         raise TypeError(f"the function returned an object of type {type(value).__name__}, which was not run")
+
+
+async def _wait_and_check(value: Any) -> None:
+    _check(await done(value))
 
 
 def _exit_child(error: BaseException | None) -> NoReturn:
