@@ -46,7 +46,7 @@ def settlement(
     claim, attempt = claimed.claim, claimed.message.attempt_count
     decision = policy.decide(error, answer, attempt, runtime.settings.retries)
     if isinstance(decision, Handled):
-        return Result(claimed, State.ACKED, seconds, error, "the policy has handled it", _calls.ack(*claim))
+        return Result(claimed, State.ACKED, seconds, error, "the policy has handled it")
     dies = attempt >= claimed.message.max_attempts or (isinstance(decision, Reject) and not is_undone)
     next_step, record = policy.describe_next_step(decision, dies), _record(runtime, claimed, error, decision, dies)
     after = decision.after if isinstance(decision, Retry) else None
@@ -253,8 +253,7 @@ class Transactions(Session):
                 await self.execute(undo)
                 return Result(message, State.LOST)
             result = settlement(self._runtime, message, error, seconds, answer)
-            assert result.statement is not None  # noqa: S101 - for mypy
-            (kept,) = await self.execute(result.statement)
+            (kept,) = await self.execute(result.statement or _calls.ack(*message.claim))
             if kept:
                 await self.command(commit)
             else:
