@@ -118,13 +118,10 @@ class Poller:
         await listener.add(channels, self._runtime.look_again)
         await listener.add([probe], heard.set)
         await self._runtime.run(_calls.notify(probe), "peek")
-        try:
+        with suppress(TimeoutError):
             await within(timings.probe, heard.wait())
-        except TimeoutError:
-            return False
-        finally:
-            listener.remove(heard.set)
-        return True
+        listener.remove(heard.set)
+        return heard.is_set()
 
     async def _begin(self) -> bool:
         """Find the queues, and start what runs beside the polling; returns False if the consumer ends instead."""
@@ -206,8 +203,7 @@ class Poller:
             runtime.failed("queue", missing)
             raise missing
         runtime.succeeded("queue")
-        if is_first:
-            runtime.succeeded("connection")
+        runtime.succeeded("connection")
         names = [info.name for info in found]
         if names != claims.queue_names:
             for name in set(names) ^ set(claims.queue_names):
