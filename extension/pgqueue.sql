@@ -974,15 +974,14 @@ create function pgqueue._with_number(number bigint, noun text) returns text
 language sql stable parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
+-- The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
+-- has one message.
 create function pgqueue._element(argument text, place bigint, messages int) returns text
 language sql stable parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
 $$;
-comment on function pgqueue._element is
-'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
-has one message.';
 
 create function pgqueue._raise_invalid(argument text, given text, expected text) returns void
 language plpgsql stable as $$
@@ -994,6 +993,7 @@ begin
 end;
 $$;
 
+-- Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.
 create function pgqueue._require(is_valid boolean, argument text, given text, expected text) returns void
 language plpgsql stable as $$
 begin
@@ -1002,8 +1002,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require is
-'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
 
 create function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
@@ -1149,6 +1147,8 @@ begin
 end;
 $$;
 
+-- For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist
+-- or, if the queue would be created, 42501.
 create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
@@ -1164,9 +1164,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._may_or_raise is
-'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
-if the queue would be created, 42501.';
 
 create function pgqueue._require_admin_of_all(caller name, verb text) returns void
 language plpgsql stable as $$
@@ -1213,49 +1210,43 @@ end;
 $$;
 -- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
+-- Not now(): it stands still in a transaction, so claims and delays would start in the past.
 create function pgqueue._now() returns timestamptz
 language sql volatile parallel safe as $$ select clock_timestamp() $$;
-comment on function pgqueue._now is
-'The current time. Not now(): it stands still in a transaction, so claims and delays would start in the past.';
 
+-- A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.
 create function pgqueue._add_interval(moment timestamptz, span interval) returns timestamptz
 language sql stable parallel safe as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
-comment on function pgqueue._add_interval is
-'A day counts as 24 hours. Plain addition would make it 23 or 25 where the TimeZone of the session changes its clocks.';
 
+-- Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
+-- Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.
 create function pgqueue._has_time() returns boolean
 language sql volatile as $$
     select current_setting('statement_timeout') = '0'
         or pgqueue._now() < statement_timestamp() + current_setting('statement_timeout')::interval / 2
 $$;
-comment on function pgqueue._has_time is
-'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
-Functions that treat any number of messages end after a slice if this is false, and later calls do the rest.';
 
+-- Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then
+-- takes messages to remove, too: so it ends, and the register passes them. Inlined.
 create function pgqueue._is_walk_over(at timestamptz) returns boolean
 language sql volatile as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
-comment on function pgqueue._is_walk_over is
-'Whether a claim that began at this time has to end its walk over messages that no claim has passed. The walk then takes
-messages to remove, too: so it ends, and the register passes them. Inlined.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
 
+-- A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two
+-- microseconds. Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.
 create function pgqueue._to_micros(moment timestamptz) returns bigint
 language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
-comment on function pgqueue._to_micros is
-'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
-Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
 create function pgqueue._from_micros(micros bigint) returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 
+-- A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
+-- sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.
 create function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
 language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
-comment on function pgqueue._clamp_due_at is
-'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
-sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
 create function pgqueue._drop_registers(queue_id bigint, kept text[]) returns void
 language plpgsql volatile as $$
@@ -1275,6 +1266,8 @@ begin
 end;
 $$;
 
+-- The number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such a
+-- table. Drops the registers that were left for this number.
 create function pgqueue._take_number(queue_name text) returns bigint
 language plpgsql volatile as $$
 declare
@@ -1301,9 +1294,6 @@ begin
     return number;
 end;
 $$;
-comment on function pgqueue._take_number is
-'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
-a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
@@ -1341,12 +1331,11 @@ before insert or update of fresh_from_id on pgqueue.queues for each row execute 
 create function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 
+-- The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
+-- name, as the name of a queue can be longer than an identifier. Inlined.
 create function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._sequence_name is
-'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
-name, as the name of a queue can be longer than an identifier. Inlined.';
 
 create function pgqueue._counter(role text, queue_name text) returns regclass
 language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
@@ -1366,6 +1355,9 @@ begin
 end;
 $$;
 
+-- Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is
+-- counted if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated
+-- anyway, as each further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.
 create function pgqueue._count(role text, queue_name text, messages int) returns int
 language sql volatile as $$
     select case
@@ -1375,10 +1367,6 @@ language sql volatile as $$
         else messages
     end
 $$;
-comment on function pgqueue._count is
-'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
-if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
-further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
 
 create function pgqueue._missing_counters(queue_name text) returns text[]
 language sql stable as $$
@@ -1421,25 +1409,23 @@ $$;
 -- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
 -- plan for constants could read the whole queue.
 
+-- The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
+-- order.
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._lookup_keys is
-'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
-order.';
 
 create function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
 ) returns boolean
 language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
 
+-- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+-- installation that is no extension, it may have another.
 create function pgqueue._has_current_key_lookup() returns boolean
 language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_current_key_lookup is
-'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
-installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
@@ -1467,12 +1453,12 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
+-- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
+-- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`
+-- would sort all messages: the planner cannot know that only the partition with this index is left at run time.
+-- Inlined.
 create function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
 language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue is
-'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
-A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
-all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
@@ -1482,14 +1468,12 @@ begin
 end;
 $$;
 
+-- Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no
+-- attempt left. Inlined.
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
 language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-
-comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no attempt
-left. Inlined.';
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
@@ -1497,22 +1481,22 @@ language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
+-- Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
-comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
-'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
 
 create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 
+-- Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.
 create function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
-comment on function pgqueue._is_unclaimed is
-'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
 
+-- Returns for each claim whether it is valid, and the ids of the messages of valid ones, which it locks in the order of
+-- their ids. A claim that is given twice has the same answer twice.
 create function pgqueue._lock_claims(
     q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
 )
@@ -1558,29 +1542,23 @@ begin
     held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
 end;
 $$;
-comment on function pgqueue._lock_claims is
-'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
-is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
+-- The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.
 create function pgqueue._lock_key(queue_name text) returns bigint
 language sql immutable strict parallel safe as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
-comment on function pgqueue._lock_key is
-'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
+-- Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
+-- lock before it locks message rows, and locks message rows by id.
 create function pgqueue._lock_queue(queue_name text) returns boolean
 language sql volatile as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._lock_queue is
-'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
-lock before it locks message rows, and locks message rows by id.';
 
+-- Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
+-- later.
 create function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._has_fixed_snapshot is
-'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
-later.';
 
 create function pgqueue._refuse_missing_queue(queue_name text) returns void
 language plpgsql volatile as $$
@@ -1598,6 +1576,8 @@ begin
 end;
 $$;
 
+-- For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
+-- snapshot and any transaction has committed since.
 create function pgqueue._require_current_snapshot(object text) returns void
 language plpgsql volatile as $$
 declare
@@ -1623,10 +1603,9 @@ begin
     perform pgqueue._raise('stale_snapshot', object);
 end;
 $$;
-comment on function pgqueue._require_current_snapshot is
-'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
-snapshot and any transaction has committed since.';
 
+-- Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
+-- every statement locks its tables first and takes its snapshot second.
 create function pgqueue._require_untruncated(tables regclass[]) returns void
 language plpgsql volatile as $$
 begin
@@ -1646,9 +1625,6 @@ begin
         and pg_relation_filenode(c.oid) <> c.relfilenode;
 end;
 $$;
-comment on function pgqueue._require_untruncated is
-'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
-every statement locks its tables first and takes its snapshot second.';
 
 create function pgqueue._require_untruncated_messages() returns void
 language sql volatile as $$
@@ -1658,6 +1634,7 @@ language sql volatile as $$
     ]::regclass[])
 $$;
 
+-- Raises PQ001, or 40001 if the snapshot is older than the queue or than a compaction.
 create function pgqueue._get_locked_queue(queue_name text) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
@@ -1680,9 +1657,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._get_locked_queue is
-'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
-or than a compaction.';
 
 create function pgqueue._get_unlocked_queue(queue_name text) returns pgqueue.queues
 language plpgsql stable as $$
@@ -1709,6 +1683,7 @@ begin
 end;
 $$;
 
+-- The processes that dump this database; null for a prepared transaction that has read pg_extension.
 create function pgqueue._dumping_processes() returns int[]
 language sql volatile as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
@@ -1723,8 +1698,6 @@ language sql volatile as $$
             and a.pid <> pg_catalog.pg_backend_pid()
     )
 $$;
-comment on function pgqueue._dumping_processes is
-'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
 create function pgqueue._is_dump_running() returns boolean
 language sql volatile as $$ select pgqueue._dumping_processes() <> '{}' $$;
@@ -1747,6 +1720,9 @@ language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
+-- Creates a partition for one queue, with the indexes of the table model. Its name contains the number of the queue, as
+-- the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
+-- without rows.
 create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
 language plpgsql volatile as $$
 declare
@@ -1770,10 +1746,6 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition is
-'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
-name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
-name, by which create_queue finds the table after a restore without rows.';
 
 create function pgqueue._drop_partition_left(queue_id bigint) returns void
 language plpgsql volatile as $$
@@ -1784,6 +1756,7 @@ begin
 end;
 $$;
 
+-- Returns the number of the messages. Raises PQ004 while the database is dumped, or other sessions use the table.
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean) returns bigint
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
@@ -1810,9 +1783,6 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._truncate_or_drop_partition is
-'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
-and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
 create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql stable as $$
@@ -1829,15 +1799,15 @@ begin
 end;
 $$;
 
+-- Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its
+-- place. The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0.
+-- Inlined.
 create function pgqueue._level_position(headers jsonb, place bigint) returns bigint
 language sql immutable parallel safe as $$
     select
         ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
         | (place & 576460752303423487)
 $$;
-comment on function pgqueue._level_position(jsonb, bigint) is
-'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
 create function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
@@ -1877,6 +1847,7 @@ begin
 end;
 $$;
 
+-- The positions that claims have passed, from the place first_id on: no message has a lower place.
 create function pgqueue._passed_levels(q pgqueue.queues, first_id bigint) returns int8multirange
 language plpgsql volatile as $$
 begin
@@ -1887,8 +1858,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._passed_levels is
-'The positions that claims have passed, from the place first_id on: no message has a lower place.';
 
 create function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
@@ -1934,6 +1903,8 @@ begin
 end;
 $$;
 
+-- Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
+-- of the queue. Returns whether there were any.
 create function pgqueue._adopt_messages(q pgqueue.queues) returns boolean
 language plpgsql volatile as $$
 declare
@@ -1963,9 +1934,6 @@ begin
     return ids <> '{}';
 end;
 $$;
-comment on function pgqueue._adopt_messages is
-'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
-of the queue. Returns whether there were any.';
 -- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
@@ -1980,6 +1948,8 @@ language sql stable as $$
     order by p.proname
 $$;
 
+-- before is null if the queue was created, and after if it is being dropped: then its row is deleted and its messages
+-- still exist. The queue is locked, in these two cases exclusively.
 create function pgqueue._call_queue_handlers(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
@@ -1990,11 +1960,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers is
-'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was
-created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively. When it is being
-dropped, its row is deleted and its messages still exist.';
 
+-- Housekeeping is due once an hour, maintenance once a second. A handler must not wait for a lock. One that has more to
+-- do sets the register to an earlier time, one that has nothing to do to a later one.
 create function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$
 declare
@@ -2030,10 +1998,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_if_due is
-'Calls _on_housekeeping_due_<module>(at) of each module once an hour, and _at_housekeeping_<module>(at) at the commit,
-or _on_maintenance_due_<module>(at) once a second. A handler must not wait for a lock. One that has more to do sets the
-register to an earlier time, one that has nothing to do to a later one.';
 
 create function pgqueue._do_at_commit() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '20 ms'
@@ -2077,6 +2041,8 @@ drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
 for each row when (new.handler is not null) execute function pgqueue._do_at_commit();
 
+-- Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes
+-- an exclusive lock: the transaction can be that of a receive, whose handler works for long.
 create function pgqueue._request_at_commit(handler text, at timestamptz) returns void
 language plpgsql volatile as $$
 begin
@@ -2085,9 +2051,6 @@ begin
     insert into pgqueue.compactions (tried_at, handler) values (at, handler);
 end;
 $$;
-comment on function pgqueue._request_at_commit is
-'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
-exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create function pgqueue._module_findings(q pgqueue.queues default null) returns setof pgqueue.finding
 language plpgsql volatile as $$
@@ -2153,16 +2116,17 @@ $$;
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
+-- Locks the queue, and returns whether it keeps no archive. It is one function, because an acknowledgement prepares
+-- each expression that it evaluates.
 create function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive is
-'Locks the queue, and returns whether it keeps no archive. It is one function, because an
-acknowledgement prepares each expression that it evaluates.';
 
 create function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
+-- The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise
+-- messages acknowledged while the clock was behind would be removed with the day that it showed.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._finish_time() returns timestamptz
 language plpgsql volatile as $$
@@ -2170,20 +2134,17 @@ begin
     return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
 end;
 $$;
-comment on function pgqueue._finish_time is
-'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
-acknowledged while the clock was behind would be removed with the day that it showed.';
 
 create function pgqueue._day_partition_name(day date) returns text
 language sql stable parallel safe as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 
+-- Null or false if not. Reads the current catalog, which can be newer than the snapshot.
 create function pgqueue._has_day_partition(day date) returns boolean
 language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
-comment on function pgqueue._has_day_partition is
-'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
+-- The messages of the claim or, if claim_token is null, all, which the caller has locked.
 create function pgqueue._delete_messages(
     queue_name text, kind bigint, ids bigint[], claim_token uuid default null
 ) returns setof pgqueue.messages
@@ -2208,10 +2169,9 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_messages is
-'Deletes and returns messages of a queue of this kind: those of the claim or, if claim_token is null, all. The caller
-has locked the latter.';
 
+-- Returns the ids of those whose claim was still valid. If claim_token is null, the caller has locked the messages of
+-- valid claims.
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
 language plpgsql volatile as $$
 declare
@@ -2238,18 +2198,16 @@ begin
     return acked;
 end;
 $$;
-comment on function pgqueue._ack_to_archive is
-'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
-claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
+-- The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.
 create function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
 returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
-comment on function pgqueue._moved_bytes is
-'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
+-- The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
+-- Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.
 create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile as $$
 declare
@@ -2269,9 +2227,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._fetch_slice is
-'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
-Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
 create function pgqueue._as_message(s pgqueue.scheduled_messages) returns pgqueue.messages
 language sql immutable parallel safe as $$
@@ -2303,6 +2258,8 @@ create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 
+-- The message was deleted from its table. Functions that remove many messages contain the same insert, which takes half
+-- of the time.
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
 language plpgsql volatile as $$
 begin
@@ -2318,9 +2275,6 @@ begin
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
-comment on function pgqueue._add_dead_letter is
-'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
-same insert, which takes half of the time.';
 -- Creates, alters, looks up and pauses queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
@@ -2406,6 +2360,7 @@ language sql stable as $$
             '1 s, its default, without rate_limit: there is no rate that it could change')
 $$;
 
+-- The new queue is dedicated if a table was left for it.
 create function pgqueue._add_queue(model pgqueue.queues, if_not_exists boolean) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
@@ -2473,9 +2428,6 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._add_queue is
-'Creates the queue of create_queue, or returns the one of this name if if_not_exists is true. The new queue is dedicated
-if a table was left for it.';
 
 create function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,
@@ -2870,6 +2822,9 @@ create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz) r
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 
+-- The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its
+-- message is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the
+-- caller is about to add. is_locked is false if no other transaction is changing the key.
 create function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
     out id bigint, out is_taken boolean, out is_locked boolean
@@ -2906,11 +2861,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._read_dedup_keys is
-'The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its message
-is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the caller is
-about to add. is_locked is false if no other transaction is changing the key.';
 
+-- Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of
+-- all keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.
 create function pgqueue._write_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], ids bigint[], at timestamptz, free_ids bigint[]
 ) returns bigint[]
@@ -2933,10 +2886,10 @@ begin
     return written;
 end;
 $$;
-comment on function pgqueue._write_dedup_keys is
-'Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of all
-keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.';
 
+-- For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
+-- messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
+-- replace, the last. An element without a key keeps its id.
 create function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
 ) returns bigint[]
@@ -3035,10 +2988,6 @@ begin
         order by u.n);
 end;
 $$;
-comment on function pgqueue._take_dedup_keys is
-'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
-messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
-replace, the last. An element without a key keeps its id.';
 
 create function pgqueue._replace_message(
     q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid, payload jsonb,
@@ -3105,14 +3054,13 @@ returns void language sql volatile as $$
         pgqueue._dedup_period(q.dedup_window, at), -1) as period
 $$;
 
+-- The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.
 create function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
 language sql stable as $$
     select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(w, pgqueue._dedup_period(w, at) + 2))::regclass
     from unnest('{1 h,1 day,30 days}'::interval[]) as w
     where pgqueue._dedup_period(w, at) = pgqueue._dedup_period(w, at - interval '1 min')
 $$;
-comment on function pgqueue._ended_dedup_tables is
-'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
 create function pgqueue._truncate_dedup_keys(at timestamptz) returns void
 language plpgsql volatile as $$
@@ -3234,6 +3182,7 @@ begin
 end;
 $$;
 
+-- Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.
 create function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 ) returns boolean
@@ -3244,9 +3193,9 @@ language sql immutable parallel safe as $$
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
         and (expires_in is null or pgqueue._is_interval_between(expires_in, '0', '3652.5 days'))
 $$;
-comment on function pgqueue._is_valid is
-'Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.';
 
+-- Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no
+-- maintenance. One call in 500 returns false for the sake of maintenance. Inlined.
 create function pgqueue._notify_if_valid(
     q pgqueue.queues, at timestamptz, payload jsonb, headers jsonb, expires_in interval, body bytea
 ) returns boolean
@@ -3261,9 +3210,6 @@ language sql volatile as $$
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
 $$;
-comment on function pgqueue._notify_if_valid is
-'Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no maintenance.
-One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create function pgqueue._enqueue_deduplicated(
     queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,
@@ -3601,6 +3547,8 @@ payload, body or headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
+-- The running transactions that have written to the messages, through the parent or directly to a partition; prepared
+-- ones, too.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._running_writers() returns text[]
 language plpgsql volatile as $$
@@ -3621,10 +3569,8 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._running_writers is
-'The running transactions that have written to messages, through the parent or directly to a partition, to
-scheduled_messages or to requeued_messages, including prepared transactions.';
 
+-- The lowest id at which there can be a message, except those in requeued_messages.
 create function pgqueue._first_possible_id(s pgqueue.sweep_state) returns bigint
 language sql immutable parallel safe
 -- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
@@ -3633,8 +3579,6 @@ as $$
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._first_possible_id is
-'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
@@ -3646,10 +3590,9 @@ language sql stable as $$
     ) as r
 $$;
 
+-- A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.
 create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
 language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._discard_future_time is
-'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
 create function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
 language plpgsql stable as $$
@@ -3673,6 +3616,9 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
+
+-- The ids of the first messages in a range, up to wanted, and those of the ready ones and of the spent ones among them.
+-- Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.
 create function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int, by_level boolean default false,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
@@ -3718,9 +3664,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages is
-'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
-among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
 -- Reads the removed rows of a page at once, by a bitmap. As it reads all living rows, too, call it for small ranges.
 create function pgqueue._living_ids(queue_name text, from_id bigint, below_id bigint, in_all_tables boolean)
@@ -3739,6 +3682,8 @@ begin
 end;
 $$;
 
+-- The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
+-- there are 1,000 or more messages, those above the 1,000th can be missing.
 create function pgqueue._ids_between(
     q pgqueue.queues, from_id bigint, below_id bigint, in_all_tables boolean default false
 ) returns bigint[]
@@ -3758,9 +3703,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._ids_between is
-'The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
-there are 1,000 or more messages, those above the 1,000th can be missing.';
 
 create function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
 language plpgsql stable as $$
@@ -3872,6 +3814,8 @@ begin
 end;
 $$;
 
+-- Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables,
+-- so that scans skip what was removed. Returns true if the record had to wait for a long write transaction.
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean language plpgsql volatile as $$
 declare
@@ -3965,10 +3909,10 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._record_vacant_ids is
-'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
-that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
+-- How many pages of the tables of a queue this session has read. The difference of two values in one statement counts
+-- the pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row takes at
+-- most two pages: those of a message and of its row in requeued_messages.
 create function pgqueue._pages_read(q pgqueue.queues) returns bigint
 language sql volatile as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
@@ -3977,11 +3921,9 @@ language sql volatile as $$
             when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
-comment on function pgqueue._pages_read is
-'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
-pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row
-takes at most two pages: those of a message and of its row in requeued_messages.';
 
+-- Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
+-- passed few ids since. A read-only transaction, as on a standby, records nothing.
 create function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$
 declare
@@ -4006,12 +3948,11 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old is
-'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
-passed few ids since. A read-only transaction, as on a standby, records nothing.';
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
+-- Returns how many messages were moved, and the ids of those that have not expired. Records each id in
+-- requeued_messages, as the walk may never reach that id again.
 create function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
@@ -4055,11 +3996,9 @@ begin
     from arrived m;
 end;
 $$;
-comment on function pgqueue._move_due_slice is
-'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
-many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
-id again.';
 
+-- Returns how many messages were removed, and whether some are left for a later call. With max_slices, which claims
+-- pass, it also ends after that many slices, or 50 ms after at.
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -4123,9 +4062,6 @@ begin
     perform pgqueue._count_dead(q, all_died);
 end;
 $$;
-comment on function pgqueue._remove_spent_messages is
-'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. With
-max_slices, which claims pass, it also ends after that many slices, or 50 ms after at.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[] language plpgsql stable as $$
@@ -4338,6 +4274,8 @@ begin
 end;
 $$;
 
+-- Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A
+-- walk that is over returns the positions of visible messages that are not ready, too.
 create function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
     out ids bigint[], out positions bigint[]
@@ -4367,9 +4305,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._lock_levels is
-'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
-that is over returns the positions of visible messages that are not ready, too.';
 
 create function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
@@ -4408,6 +4343,8 @@ begin
 end;
 $$;
 
+-- Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
+-- late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.
 create function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 ) returns bigint[]
@@ -4438,9 +4375,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent is
-'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
-late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -4529,6 +4463,9 @@ begin
 end;
 $$;
 
+-- Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
+-- and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least
+-- 50 ms and at most 500 ms, as messages that commit late wait for it; else at once.
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
 ) returns bigint[] language plpgsql volatile as $$
@@ -4629,23 +4566,18 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep is
-'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
-and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
-ms and at most 500 ms, as messages that commit late wait for it; else at once.';
 -- Message groups. At most group_limit messages of a group are in flight at a time, in the order of their ids. Whether a
 -- group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to be kept up to
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The table of such queues has two more indexes, which list the messages by queue and group.
 
+-- Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
+-- 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.
 create function pgqueue._group_position(headers jsonb, id bigint) returns bigint
 language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
-comment on function pgqueue._group_position is
-'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
-4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
 create function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -4654,6 +4586,10 @@ language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m.headers, m.id) = place and m.id + 0 >= first_id
 $$;
 
+-- How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also
+-- those whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have
+-- extended the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the
+-- lock of the limit.
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
 ) returns int
@@ -4687,12 +4623,9 @@ begin
     return greatest(0, places);
 end;
 $$;
-comment on function pgqueue._places_left is
-'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
-whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
-the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
-limit.';
 
+-- Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready
+-- ones and the first spent one of each. The claim removes the latter, and then looks again.
 create function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int,
     out ids bigint[], out spent_ids bigint[]
@@ -4743,9 +4676,6 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._claim_groups is
-'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
-and the first spent one of each. The claim removes the latter, and then looks again.';
 
 create function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
 language sql stable as $$
@@ -4815,6 +4745,8 @@ begin
 end;
 $$;
 
+-- Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns
+-- the locked ones, and where to go on; null at the end.
 create function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
     out locked bigint[], out next_position bigint
@@ -4914,9 +4846,6 @@ begin
     from walk w;
 end;
 $$;
-comment on function pgqueue._walk_groups is
-'Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns the
-locked ones, and where to go on; null at the end.';
 
 create function pgqueue._remove_spent_of_groups(q pgqueue.queues, ids bigint[], at timestamptz) returns int
 language plpgsql volatile as $$
@@ -5107,6 +5036,8 @@ begin
 end;
 $$;
 
+-- Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
+-- find the others again.
 create function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -5123,9 +5054,6 @@ begin
     return ids[:wanted];
 end;
 $$;
-comment on function pgqueue._take_highest is
-'Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
-find the others again.';
 
 create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[] language plpgsql volatile as $$
@@ -5246,6 +5174,8 @@ begin
 end;
 $$;
 
+-- How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
+-- max_in_flight, and claims that other transactions may have extended count, too.
 create function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
 ) returns int
@@ -5263,9 +5193,6 @@ begin
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages is
-'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
-max_in_flight, and claims that other transactions may have extended count, too.';
 
 create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz) returns timestamptz
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
@@ -5282,6 +5209,8 @@ begin
 end;
 $$;
 
+-- Until the transaction ends, because other claims do not see its claims before. False if another transaction keeps the
+-- lock for longer than 100 ms.
 create function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
@@ -5296,9 +5225,6 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_max_in_flight is
-'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
-of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
 create function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
 language plpgsql volatile as $$
@@ -5477,6 +5403,9 @@ begin
 end;
 $$;
 
+-- Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
+-- vacant. False if 500 are hidden, or rows of requeued_messages exist. Due messages that first_due_at has missed wait
+-- for the next sweep. For a queue of messages_shared.
 create function pgqueue._are_only_visible(queue_name text, found_ids bigint[]) returns boolean
 language plpgsql volatile as $$
 declare
@@ -5507,11 +5436,9 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._are_only_visible is
-'Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
-vacant. False if 500 are hidden, or rows of requeued_messages exist. Due messages that first_due_at has missed wait for
-the next sweep. For a queue of messages_shared.';
 
+-- For all queues and states. found_ids are the messages that the fast path has locked, too few; null if it has not
+-- looked.
 create function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
     out ids bigint[], out kind bigint
@@ -5551,9 +5478,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._lock_candidates_slowly is
-'The part of _lock_candidates that handles all queues and states. found_ids are the messages that the fast path has
-locked, too few; null if it has not looked.';
 
 create function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false, out ids bigint[],
@@ -5836,6 +5760,8 @@ comment on function pgqueue.extend is
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
+-- Returns by id the messages whose claim is still valid: the claim with this token or, if claim_token is null, the
+-- claim that the caller has locked.
 create function pgqueue._extend_held(
     q pgqueue.queues, ids bigint[], claim_token uuid, visibility_timeout interval
 ) returns setof bigint
@@ -5872,9 +5798,6 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue._extend_held is
-'Extends the claims of messages and returns by id those whose claim is still valid: the claim with this token or, if
-claim_token is null, the claim that the caller has locked.';
 
 create function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -6256,6 +6179,8 @@ attempt_count is that of the failed attempt, as receive returned it (from 1). Re
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
+-- Returns how many of the claims were still valid: those with this token or, if claim_token is null, those that the
+-- caller has locked.
 create function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
 returns int language plpgsql volatile as $$
 declare
@@ -6291,9 +6216,6 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue._release_held is
-'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
-token or, if claim_token is null, the claim that the caller has locked.';
 
 create function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
@@ -6726,14 +6648,14 @@ language sql stable parallel safe as $$
             is not distinct from 'in progress'
 $$;
 
+-- Whether another transaction holds a row, derived from the row's xmax without taking a lock. Shared row locks may be
+-- misjudged.
 create function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._is_locked is
-'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
-misjudged.';
 
+-- Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.
 create function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
@@ -6756,8 +6678,6 @@ language sql stable as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._sample_requeued_ids is
-'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
@@ -7051,6 +6971,7 @@ language sql stable as $$
     ) w
 $$;
 
+-- Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
     out oldest_at timestamptz, out estimated boolean
@@ -7107,8 +7028,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._message_stats is
-'Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.';
 
 create function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
@@ -7160,6 +7079,8 @@ begin
 end;
 $$;
 
+-- The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
+-- between two tables.
 create function pgqueue._stats(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
 language plpgsql stable as $$
 declare
@@ -7217,9 +7138,6 @@ begin
     return result;
 end;
 $$;
-comment on function pgqueue._stats is
-'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
-between two tables.';
 
 create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz, is_only boolean)
 returns pgqueue.queue_stats
@@ -7243,6 +7161,7 @@ begin
 end;
 $$;
 
+-- Raises 55P03 or 42P01 while the queue is being dropped.
 create function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
@@ -7256,8 +7175,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._add_totals is
-'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
@@ -7482,6 +7399,7 @@ language sql stable as $$
     )
 $$;
 
+-- With such ids the other findings would be wrong.
 create function pgqueue._ids_above_sequence(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile as $$
 declare
@@ -7523,8 +7441,6 @@ begin
         end)::pgqueue.finding;
 end;
 $$;
-comment on function pgqueue._ids_above_sequence is
-'With such ids the other findings would be wrong.';
 
 create function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
 language sql volatile as $$
@@ -7564,6 +7480,11 @@ language sql volatile as $$
     ) m
 $$;
 
+-- What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
+-- lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until,
+-- delayed_until: until when claims and delays last that were made while the clock was ahead. seen_at: the last time
+-- that the clock has shown. hidden_ids: messages hidden for longer than backoff_max with group_limit. grouped_id,
+-- ranked_id: the first messages with a group and with a priority that have no effect.
 create function pgqueue._examine_messages(
     q pgqueue.queues, at timestamptz, out lapsed bigint, out lapsed_at timestamptz, out shortest interval,
     out ahead_until timestamptz, out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[],
@@ -7630,12 +7551,6 @@ begin
     ) w;
 end;
 $$;
-comment on function pgqueue._examine_messages is
-'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
-lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
-until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
-shown. hidden_ids: messages hidden for longer than backoff_max with group_limit. grouped_id, ranked_id: the first
-messages with a group and with a priority that have no effect.';
 
 create function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz
@@ -7868,6 +7783,7 @@ exception when lock_not_available then
 end;
 $$;
 
+-- The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.
 create function pgqueue._orphaned_messages() returns table (table_name text, queue_name text)
 language plpgsql stable as $$
 declare
@@ -7908,8 +7824,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._orphaned_messages is
-'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create function pgqueue._server_findings() returns setof pgqueue.finding
 language sql volatile as $$
@@ -8084,6 +7998,8 @@ subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
+-- The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
+-- relations of that queue are not listed.
 create function pgqueue._leftovers() returns table (relation regclass, kind text, queue_name text)
 language sql stable as $$
     with named as (
@@ -8113,10 +8029,8 @@ language sql stable as $$
             and pg_catalog.obj_description(c.oid, 'pg_class') is null
     end
 $$;
-comment on function pgqueue._leftovers is
-'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
-relations of that queue are not listed.';
 
+-- The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.
 create function pgqueue._drop_leftovers() returns void
 language plpgsql volatile as $$
 declare
@@ -8133,8 +8047,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_leftovers is
-'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding
 language sql stable as $$
@@ -8617,11 +8529,10 @@ begin
 end;
 $$;
 
+-- At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in
+-- a restored database, and an old reader could pass for the new one.
 create function pgqueue._next_epoch(epoch bigint) returns bigint
 language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch is
-'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
-restored database, and an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
 language plpgsql stable as $$
@@ -8788,6 +8699,8 @@ language sql stable as $$
     )::pgqueue.stream_batch
 $$;
 
+-- Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
+-- the message since. Returns the ids of the messages that are lost.
 create function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -8809,9 +8722,6 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch is
-'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
-the message since. Returns the ids of the messages that are lost.';
 
 create function pgqueue._ack_open_batch(s pgqueue.streams) returns int
 language plpgsql volatile as $$
@@ -9664,7 +9574,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._subscribers(text[]) is 'The queues that are subscribed to any of the topics, each once.';
 
 create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -9853,6 +9762,8 @@ Raises 22023, PQ003.';
 -- A tick is a moment at which the wall clock of a time zone shows a time that the cron expression matches. Where the
 -- clock changes, the rules are those of Debian's cron: see _next_tick.
 
+-- is_fixed: neither the minute nor the hour begins with *; such times have rules of their own where the clock changes.
+-- needs_both: a day must match both fields of days, because one of them begins with *; otherwise one match is enough.
 create function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
@@ -9916,11 +9827,8 @@ begin
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
 end;
 $$;
-comment on function pgqueue._parse_cron is
-'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
-times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
-them begins with *; otherwise one match is enough. Raises 22023.';
 
+-- Null if there is no tick within 41 years. Raises 22023 for an invalid expression.
 create function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -9976,9 +9884,6 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._next_tick is
-'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
-years. Raises 22023 for an invalid expression.';
 
 create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
 language sql stable as $$
@@ -10016,6 +9921,7 @@ begin
 end;
 $$;
 
+-- If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.
 create function pgqueue._add_next_tick_message() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 set enable_bitmapscan = off set jit = off as $$
@@ -10072,8 +9978,6 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._add_next_tick_message is
-'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
@@ -10320,6 +10224,7 @@ begin
 end;
 $$;
 
+-- Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.
 create function pgqueue._on_housekeeping_due_schedules(at timestamptz) returns void
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
@@ -10352,8 +10257,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_schedules is
-'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
 create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint) returns boolean
@@ -10500,6 +10403,7 @@ Raises 22023, PQ001.';
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
+-- Headers as a transport reads them: a JSON object of strings and nulls, with the header NServiceBus.MessageId.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
 language plpgsql immutable parallel safe as $$
@@ -10513,14 +10417,10 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._wire_headers is
-'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
-from message_id if the headers lack it.';
 
+-- The id that a transport sees for a message that no transport sent, or that was put back since.
 create function pgqueue._transport_id(id bigint) returns uuid
 language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id is
-'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create function pgqueue._insert_by_transport() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
@@ -11672,6 +11572,9 @@ language sql volatile as $$
         0)
 $$;
 
+-- Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
+-- fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to
+-- compact, or 100 transactions if the time is not known, as for the snapshot of a standby.
 create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
 language sql volatile as $$
     select pgqueue._pinned_transactions() >= 50000
@@ -11679,10 +11582,6 @@ language sql volatile as $$
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for is
-'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
-fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
-or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
 create function pgqueue._is_compaction_on() returns boolean
 language sql volatile as $$

@@ -45,6 +45,8 @@ begin
 end;
 $$;
 
+-- For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist
+-- or, if the queue would be created, 42501.
 create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean) returns boolean
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 begin
@@ -60,9 +62,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._may_or_raise is
-'For the checks of the domains: unless the caller may use the queue, raises PQ001 as for a queue that does not exist or,
-if the queue would be created, 42501.';
 
 create or replace function pgqueue._require_admin_of_all(caller name, verb text) returns void
 language plpgsql stable as $$

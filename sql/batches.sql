@@ -21,6 +21,8 @@ language sql stable as $$
     )::pgqueue.stream_batch
 $$;
 
+-- Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
+-- the message since. Returns the ids of the messages that are lost.
 create or replace function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -42,9 +44,6 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch is
-'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
-the message since. Returns the ids of the messages that are lost.';
 
 create or replace function pgqueue._ack_open_batch(s pgqueue.streams) returns int
 language plpgsql volatile as $$

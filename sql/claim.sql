@@ -154,6 +154,9 @@ begin
 end;
 $$;
 
+-- Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
+-- vacant. False if 500 are hidden, or rows of requeued_messages exist. Due messages that first_due_at has missed wait
+-- for the next sweep. For a queue of messages_shared.
 create or replace function pgqueue._are_only_visible(queue_name text, found_ids bigint[]) returns boolean
 language plpgsql volatile as $$
 declare
@@ -184,11 +187,9 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._are_only_visible is
-'Whether a sweep could find no message but those that a claim has found: no other one is visible at an id that is not
-vacant. False if 500 are hidden, or rows of requeued_messages exist. Due messages that first_due_at has missed wait for
-the next sweep. For a queue of messages_shared.';
 
+-- For all queues and states. found_ids are the messages that the fast path has locked, too few; null if it has not
+-- looked.
 create or replace function pgqueue._lock_candidates_slowly(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
     out ids bigint[], out kind bigint
@@ -228,9 +229,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._lock_candidates_slowly is
-'The part of _lock_candidates that handles all queues and states. found_ids are the messages that the fast path has
-locked, too few; null if it has not looked.';
 
 create or replace function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false, out ids bigint[],

@@ -59,6 +59,9 @@ language sql volatile as $$
         0)
 $$;
 
+-- Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
+-- fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to
+-- compact, or 100 transactions if the time is not known, as for the snapshot of a standby.
 create or replace function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint) returns boolean
 language sql volatile as $$
     select pgqueue._pinned_transactions() >= 50000
@@ -66,10 +69,6 @@ language sql volatile as $$
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for is
-'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
-fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
-or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
 create or replace function pgqueue._is_compaction_on() returns boolean
 language sql volatile as $$

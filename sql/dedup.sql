@@ -23,6 +23,9 @@ create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at tim
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 
+-- The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its
+-- message is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the
+-- caller is about to add. is_locked is false if no other transaction is changing the key.
 create or replace function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], out key text,
     out id bigint, out is_taken boolean, out is_locked boolean
@@ -59,11 +62,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._read_dedup_keys is
-'The keys that are recorded in a period, with the message of each. A key is free if its window has ended or its message
-is in gone. With dedup_window 0 it is also free if the message neither exists nor is in new_ids, which the caller is
-about to add. is_locked is false if no other transaction is changing the key.';
 
+-- Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of
+-- all keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.
 create or replace function pgqueue._write_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], ids bigint[], at timestamptz, free_ids bigint[]
 ) returns bigint[]
@@ -86,10 +87,10 @@ begin
     return written;
 end;
 $$;
-comment on function pgqueue._write_dedup_keys is
-'Records the ids for the keys that have no row or that of a message in free_ids, and returns them. Locks the rows of all
-keys until the transaction ends, in the order of the keys: so the next _read_dedup_keys shows what they stay.';
 
+-- For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
+-- messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
+-- replace, the last. An element without a key keeps its id.
 create or replace function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
 ) returns bigint[]
@@ -188,10 +189,6 @@ begin
         order by u.n);
 end;
 $$;
-comment on function pgqueue._take_dedup_keys is
-'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
-messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
-replace, the last. An element without a key keeps its id.';
 
 create or replace function pgqueue._replace_message(
     q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid, payload jsonb,
@@ -258,14 +255,13 @@ returns void language sql volatile as $$
         pgqueue._dedup_period(q.dedup_window, at), -1) as period
 $$;
 
+-- The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.
 create or replace function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
 language sql stable as $$
     select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(w, pgqueue._dedup_period(w, at) + 2))::regclass
     from unnest('{1 h,1 day,30 days}'::interval[]) as w
     where pgqueue._dedup_period(w, at) = pgqueue._dedup_period(w, at - interval '1 min')
 $$;
-comment on function pgqueue._ended_dedup_tables is
-'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
 
 create or replace function pgqueue._truncate_dedup_keys(at timestamptz) returns void
 language plpgsql volatile as $$

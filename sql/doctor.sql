@@ -60,6 +60,7 @@ exception when lock_not_available then
 end;
 $$;
 
+-- The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.
 create or replace function pgqueue._orphaned_messages() returns table (table_name text, queue_name text)
 language plpgsql stable as $$
 declare
@@ -100,8 +101,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._orphaned_messages is
-'The names under which there are messages but no queue: of plain SQL, or of dead letters that drop_queue has left.';
 
 create or replace function pgqueue._server_findings() returns setof pgqueue.finding
 language sql volatile as $$

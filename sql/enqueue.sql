@@ -79,6 +79,7 @@ begin
 end;
 $$;
 
+-- Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.
 create or replace function pgqueue._is_valid(
     q pgqueue.queues, payload jsonb, headers jsonb, expires_in interval, body bytea
 ) returns boolean
@@ -89,9 +90,9 @@ language sql immutable parallel safe as $$
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
         and (expires_in is null or pgqueue._is_interval_between(expires_in, '0', '3652.5 days'))
 $$;
-comment on function pgqueue._is_valid is
-'Whether a message can be sent. If not, _check_enqueue or _check_content raises the error. Inlined.';
 
+-- Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no
+-- maintenance. One call in 500 returns false for the sake of maintenance. Inlined.
 create or replace function pgqueue._notify_if_valid(
     q pgqueue.queues, at timestamptz, payload jsonb, headers jsonb, expires_in interval, body bytea
 ) returns boolean
@@ -106,9 +107,6 @@ language sql volatile as $$
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
 $$;
-comment on function pgqueue._notify_if_valid is
-'Notifies waiting consumers, and returns whether a fast path of enqueue can send the message, which does no maintenance.
-One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create or replace function pgqueue._enqueue_deduplicated(
     queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,

@@ -6,15 +6,14 @@ create or replace function pgqueue._with_number(number bigint, noun text) return
 language sql stable parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
 
+-- The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
+-- has one message.
 create or replace function pgqueue._element(argument text, place bigint, messages int) returns text
 language sql stable parallel safe as $$
     select case when messages = 1 then argument else format('%s[%s]',
         case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
             else argument || 's' end, place) end
 $$;
-comment on function pgqueue._element is
-'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
-has one message.';
 
 create or replace function pgqueue._raise_invalid(argument text, given text, expected text) returns void
 language plpgsql stable as $$
@@ -26,6 +25,7 @@ begin
 end;
 $$;
 
+-- Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.
 create or replace function pgqueue._require(is_valid boolean, argument text, given text, expected text) returns void
 language plpgsql stable as $$
 begin
@@ -34,8 +34,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._require is
-'Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.';
 
 create or replace function pgqueue._raise(error text, variadic args text[]) returns void
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$

@@ -39,6 +39,8 @@ comment on function pgqueue.extend is
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
+-- Returns by id the messages whose claim is still valid: the claim with this token or, if claim_token is null, the
+-- claim that the caller has locked.
 create or replace function pgqueue._extend_held(
     q pgqueue.queues, ids bigint[], claim_token uuid, visibility_timeout interval
 ) returns setof bigint
@@ -75,9 +77,6 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue._extend_held is
-'Extends the claims of messages and returns by id those whose claim is still valid: the claim with this token or, if
-claim_token is null, the claim that the caller has locked.';
 
 create or replace function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null

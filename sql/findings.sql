@@ -10,6 +10,7 @@ language sql stable as $$
     )
 $$;
 
+-- With such ids the other findings would be wrong.
 create or replace function pgqueue._ids_above_sequence(q pgqueue.queues) returns setof pgqueue.finding
 language plpgsql volatile as $$
 declare
@@ -51,8 +52,6 @@ begin
         end)::pgqueue.finding;
 end;
 $$;
-comment on function pgqueue._ids_above_sequence is
-'With such ids the other findings would be wrong.';
 
 create or replace function pgqueue._id_findings(q pgqueue.queues, at timestamptz) returns setof pgqueue.finding
 language sql volatile as $$
@@ -92,6 +91,11 @@ language sql volatile as $$
     ) m
 $$;
 
+-- What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
+-- lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until,
+-- delayed_until: until when claims and delays last that were made while the clock was ahead. seen_at: the last time
+-- that the clock has shown. hidden_ids: messages hidden for longer than backoff_max with group_limit. grouped_id,
+-- ranked_id: the first messages with a group and with a priority that have no effect.
 create or replace function pgqueue._examine_messages(
     q pgqueue.queues, at timestamptz, out lapsed bigint, out lapsed_at timestamptz, out shortest interval,
     out ahead_until timestamptz, out delayed_until timestamptz, out claimed_since timestamptz, out hidden_ids bigint[],
@@ -158,12 +162,6 @@ begin
     ) w;
 end;
 $$;
-comment on function pgqueue._examine_messages is
-'What up to 1,000 messages that came back, the first ones up to 2,000 in all, and the last 1,000 scheduled ones show.
-lapsed, lapsed_at: claims that ended over a minute ago. shortest: the shortest time to live. ahead_until, delayed_until:
-until when claims and delays last that were made while the clock was ahead. seen_at: the last time that the clock has
-shown. hidden_ids: messages hidden for longer than backoff_max with group_limit. grouped_id, ranked_id: the first
-messages with a group and with a priority that have no effect.';
 
 create or replace function pgqueue._clock_findings(
     q pgqueue.queues, at timestamptz, ahead_until timestamptz, delayed_until timestamptz, seen_at timestamptz

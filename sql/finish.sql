@@ -2,16 +2,17 @@
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
 
+-- Locks the queue, and returns whether it keeps no archive. It is one function, because an acknowledgement prepares
+-- each expression that it evaluates.
 create or replace function pgqueue._lock_queue_without_archive(queue_name text) returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._sequence_name('archives', queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive is
-'Locks the queue, and returns whether it keeps no archive. It is one function, because an
-acknowledgement prepares each expression that it evaluates.';
 
 create or replace function pgqueue._utc_day(moment timestamptz) returns date
 language sql immutable parallel safe as $$ select (moment at time zone 'UTC')::date $$;
 
+-- The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise
+-- messages acknowledged while the clock was behind would be removed with the day that it showed.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._finish_time() returns timestamptz
 language plpgsql volatile as $$
@@ -19,20 +20,17 @@ begin
     return greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c));
 end;
 $$;
-comment on function pgqueue._finish_time is
-'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
-acknowledged while the clock was behind would be removed with the day that it showed.';
 
 create or replace function pgqueue._day_partition_name(day date) returns text
 language sql stable parallel safe as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 
+-- Null or false if not. Reads the current catalog, which can be newer than the snapshot.
 create or replace function pgqueue._has_day_partition(day date) returns boolean
 language sql volatile as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
-comment on function pgqueue._has_day_partition is
-'Null or false if not. Reads the current catalog, which can be newer than the snapshot.';
 
+-- The messages of the claim or, if claim_token is null, all, which the caller has locked.
 create or replace function pgqueue._delete_messages(
     queue_name text, kind bigint, ids bigint[], claim_token uuid default null
 ) returns setof pgqueue.messages
@@ -57,10 +55,9 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._delete_messages is
-'Deletes and returns messages of a queue of this kind: those of the claim or, if claim_token is null, all. The caller
-has locked the latter.';
 
+-- Returns the ids of those whose claim was still valid. If claim_token is null, the caller has locked the messages of
+-- valid claims.
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid) returns bigint[]
 language plpgsql volatile as $$
 declare
@@ -87,18 +84,16 @@ begin
     return acked;
 end;
 $$;
-comment on function pgqueue._ack_to_archive is
-'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
-claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
+-- The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.
 create or replace function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
 returns bigint language sql stable parallel safe as $$
     select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
         + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
 $$;
-comment on function pgqueue._moved_bytes is
-'The stored bytes of a message, and 1 kB, as moving a small one takes as long. Reads no stored value. Inlined.';
 
+-- The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
+-- Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.
 create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
 language plpgsql volatile as $$
 declare
@@ -118,9 +113,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._fetch_slice is
-'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
-Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
 
 create or replace function pgqueue._as_message(s pgqueue.scheduled_messages) returns pgqueue.messages
 language sql immutable parallel safe as $$
@@ -152,6 +144,8 @@ create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueu
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 
+-- The message was deleted from its table. Functions that remove many messages contain the same insert, which takes half
+-- of the time.
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text) returns void
 language plpgsql volatile as $$
 begin
@@ -167,6 +161,3 @@ begin
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
-comment on function pgqueue._add_dead_letter is
-'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
-same insert, which takes half of the time.';

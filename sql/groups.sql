@@ -3,14 +3,13 @@
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The table of such queues has two more indexes, which list the messages by queue and group.
 
+-- Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
+-- 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.
 create or replace function pgqueue._group_position(headers jsonb, id bigint) returns bigint
 language sql immutable parallel safe as $$
     select coalesce(
         (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
 $$;
-comment on function pgqueue._group_position is
-'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
-4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
 create or replace function pgqueue._is_in_group(
     m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
@@ -19,6 +18,10 @@ language sql immutable parallel safe as $$
     select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m.headers, m.id) = place and m.id + 0 >= first_id
 $$;
 
+-- How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also
+-- those whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have
+-- extended the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the
+-- lock of the limit.
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
 ) returns int
@@ -52,12 +55,9 @@ begin
     return greatest(0, places);
 end;
 $$;
-comment on function pgqueue._places_left is
-'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
-whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
-the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
-limit.';
 
+-- Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready
+-- ones and the first spent one of each. The claim removes the latter, and then looks again.
 create or replace function pgqueue._claim_groups(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int,
     out ids bigint[], out spent_ids bigint[]
@@ -108,9 +108,6 @@ begin
     ) g;
 end;
 $$;
-comment on function pgqueue._claim_groups is
-'Locks up to wanted messages of the groups at these positions, whose locks the caller holds, and returns the ready ones
-and the first spent one of each. The claim removes the latter, and then looks again.';
 
 create or replace function pgqueue._has_group_dead_letter(queue_name text, place bigint) returns boolean
 language sql stable as $$
@@ -180,6 +177,8 @@ begin
 end;
 $$;
 
+-- Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns
+-- the locked ones, and where to go on; null at the end.
 create or replace function pgqueue._walk_groups(
     q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
     out locked bigint[], out next_position bigint
@@ -279,9 +278,6 @@ begin
     from walk w;
 end;
 $$;
-comment on function pgqueue._walk_groups is
-'Visits the groups from one position to another and locks up to wanted of those that have visible messages. Returns the
-locked ones, and where to go on; null at the end.';
 
 create or replace function pgqueue._remove_spent_of_groups(q pgqueue.queues, ids bigint[], at timestamptz) returns int
 language plpgsql volatile as $$

@@ -12,6 +12,8 @@ language sql stable as $$
     order by p.proname
 $$;
 
+-- before is null if the queue was created, and after if it is being dropped: then its row is deleted and its messages
+-- still exist. The queue is locked, in these two cases exclusively.
 create or replace function pgqueue._call_queue_handlers(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
@@ -22,11 +24,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_queue_handlers is
-'Calls _on_queue_changed_<module>(before, after) of each module that defines it. before is null if the queue was
-created, and after is null if it is being dropped. The queue is locked, in these two cases exclusively. When it is being
-dropped, its row is deleted and its messages still exist.';
 
+-- Housekeeping is due once an hour, maintenance once a second. A handler must not wait for a lock. One that has more to
+-- do sets the register to an earlier time, one that has nothing to do to a later one.
 create or replace function pgqueue._call_if_due(event text, at timestamptz) returns void
 language plpgsql volatile as $$
 declare
@@ -62,10 +62,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._call_if_due is
-'Calls _on_housekeeping_due_<module>(at) of each module once an hour, and _at_housekeeping_<module>(at) at the commit,
-or _on_maintenance_due_<module>(at) once a second. A handler must not wait for a lock. One that has more to do sets the
-register to an earlier time, one that has nothing to do to a later one.';
 
 create or replace function pgqueue._do_at_commit() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '20 ms'
@@ -109,6 +105,8 @@ drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
 for each row when (new.handler is not null) execute function pgqueue._do_at_commit();
 
+-- Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes
+-- an exclusive lock: the transaction can be that of a receive, whose handler works for long.
 create or replace function pgqueue._request_at_commit(handler text, at timestamptz) returns void
 language plpgsql volatile as $$
 begin
@@ -117,9 +115,6 @@ begin
     insert into pgqueue.compactions (tried_at, handler) values (at, handler);
 end;
 $$;
-comment on function pgqueue._request_at_commit is
-'Requests a call of pgqueue.<handler>(time of the commit) at the commit, with the rights of the owner, for what takes an
-exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create or replace function pgqueue._module_findings(q pgqueue.queues default null) returns setof pgqueue.finding
 language plpgsql volatile as $$

@@ -4,25 +4,23 @@
 -- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
 -- plan for constants could read the whole queue.
 
+-- The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
+-- order.
 create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._lookup_keys is
-'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
-order.';
 
 create or replace function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
 ) returns boolean
 language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
 
+-- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+-- installation that is no extension, it may have another.
 create or replace function pgqueue._has_current_key_lookup() returns boolean
 language sql stable as $$
     select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_current_key_lookup is
-'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
-installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
@@ -50,12 +48,12 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
+-- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
+-- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`
+-- would sort all messages: the planner cannot know that only the partition with this index is left at run time.
+-- Inlined.
 create or replace function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text) returns boolean
 language sql immutable parallel safe as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue is
-'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
-A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
-all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._array_except(ids bigint[], others bigint[]) returns bigint[]
@@ -65,14 +63,12 @@ begin
 end;
 $$;
 
+-- Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no
+-- attempt left. Inlined.
 create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz) returns boolean
 language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
-
-comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a claim may return the message. A visible message that is not ready is spent: it has expired or has no attempt
-left. Inlined.';
 
 -- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
 create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz) returns boolean
@@ -80,22 +76,22 @@ language sql immutable parallel safe as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 
+-- Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
-comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
-'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
 
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid) returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 
+-- Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.
 create or replace function pgqueue._is_unclaimed(m pgqueue.messages) returns boolean
 language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
-comment on function pgqueue._is_unclaimed is
-'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
 
+-- Returns for each claim whether it is valid, and the ids of the messages of valid ones, which it locks in the order of
+-- their ids. A claim that is given twice has the same answer twice.
 create or replace function pgqueue._lock_claims(
     q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
 )
@@ -141,6 +137,3 @@ begin
     held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
 end;
 $$;
-comment on function pgqueue._lock_claims is
-'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
-is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';

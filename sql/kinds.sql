@@ -17,6 +17,9 @@ language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
+-- Creates a partition for one queue, with the indexes of the table model. Its name contains the number of the queue, as
+-- the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
+-- without rows.
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
 language plpgsql volatile as $$
 declare
@@ -40,10 +43,6 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition is
-'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
-name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
-name, by which create_queue finds the table after a restore without rows.';
 
 create or replace function pgqueue._drop_partition_left(queue_id bigint) returns void
 language plpgsql volatile as $$
@@ -54,6 +53,7 @@ begin
 end;
 $$;
 
+-- Returns the number of the messages. Raises PQ004 while the database is dumped, or other sessions use the table.
 create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean) returns bigint
 language plpgsql volatile set lock_timeout = '500 ms' as $$
 declare
@@ -80,9 +80,6 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._truncate_or_drop_partition is
-'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
-and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
 create or replace function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
 language plpgsql stable as $$
@@ -99,15 +96,15 @@ begin
 end;
 $$;
 
+-- Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its
+-- place. The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0.
+-- Inlined.
 create or replace function pgqueue._level_position(headers jsonb, place bigint) returns bigint
 language sql immutable parallel safe as $$
     select
         ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
         | (place & 576460752303423487)
 $$;
-comment on function pgqueue._level_position(jsonb, bigint) is
-'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
-The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
 create or replace function pgqueue._level_position(m pgqueue.messages) returns bigint
 language sql immutable parallel safe
@@ -147,6 +144,7 @@ begin
 end;
 $$;
 
+-- The positions that claims have passed, from the place first_id on: no message has a lower place.
 create or replace function pgqueue._passed_levels(q pgqueue.queues, first_id bigint) returns int8multirange
 language plpgsql volatile as $$
 begin
@@ -157,8 +155,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._passed_levels is
-'The positions that claims have passed, from the place first_id on: no message has a lower place.';
 
 create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile as $$
@@ -204,6 +200,8 @@ begin
 end;
 $$;
 
+-- Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
+-- of the queue. Returns whether there were any.
 create or replace function pgqueue._adopt_messages(q pgqueue.queues) returns boolean
 language plpgsql volatile as $$
 declare
@@ -233,6 +231,3 @@ begin
     return ids <> '{}';
 end;
 $$;
-comment on function pgqueue._adopt_messages is
-'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
-of the queue. Returns whether there were any.';

@@ -1,6 +1,8 @@
 -- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
+-- The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
+-- relations of that queue are not listed.
 create or replace function pgqueue._leftovers() returns table (relation regclass, kind text, queue_name text)
 language sql stable as $$
     with named as (
@@ -30,10 +32,8 @@ language sql stable as $$
             and pg_catalog.obj_description(c.oid, 'pg_class') is null
     end
 $$;
-comment on function pgqueue._leftovers is
-'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
-relations of that queue are not listed.';
 
+-- The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.
 create or replace function pgqueue._drop_leftovers() returns void
 language plpgsql volatile as $$
 declare
@@ -50,8 +50,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_leftovers is
-'The repair that doctor suggests. Dedicated tables stay, as there can be messages in them.';
 
 create or replace function pgqueue._findings_of_leftovers(q pgqueue.queues) returns setof pgqueue.finding
 language sql stable as $$

@@ -72,6 +72,8 @@ begin
 end;
 $$;
 
+-- How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
+-- max_in_flight, and claims that other transactions may have extended count, too.
 create or replace function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
 ) returns int
@@ -89,9 +91,6 @@ begin
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages is
-'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
-max_in_flight, and claims that other transactions may have extended count, too.';
 
 create or replace function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz) returns timestamptz
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
@@ -108,6 +107,8 @@ begin
 end;
 $$;
 
+-- Until the transaction ends, because other claims do not see its claims before. False if another transaction keeps the
+-- lock for longer than 100 ms.
 create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues) returns boolean
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 declare
@@ -122,9 +123,6 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_max_in_flight is
-'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
-of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
 create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int
 language plpgsql volatile as $$

@@ -1,23 +1,20 @@
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
+-- The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.
 create or replace function pgqueue._lock_key(queue_name text) returns bigint
 language sql immutable strict parallel safe as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
-comment on function pgqueue._lock_key is
-'The key of the advisory lock of a queue. Its users hold the lock shared, create_queue and drop_queue exclusively.';
 
+-- Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
+-- lock before it locks message rows, and locks message rows by id.
 create or replace function pgqueue._lock_queue(queue_name text) returns boolean
 language sql volatile as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._lock_queue is
-'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
-lock before it locks message rows, and locks message rows by id.';
 
+-- Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
+-- later.
 create or replace function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._has_fixed_snapshot is
-'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
-later.';
 
 create or replace function pgqueue._refuse_missing_queue(queue_name text) returns void
 language plpgsql volatile as $$
@@ -35,6 +32,8 @@ begin
 end;
 $$;
 
+-- For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
+-- snapshot and any transaction has committed since.
 create or replace function pgqueue._require_current_snapshot(object text) returns void
 language plpgsql volatile as $$
 declare
@@ -60,10 +59,9 @@ begin
     perform pgqueue._raise('stale_snapshot', object);
 end;
 $$;
-comment on function pgqueue._require_current_snapshot is
-'For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
-snapshot and any transaction has committed since.';
 
+-- Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
+-- every statement locks its tables first and takes its snapshot second.
 create or replace function pgqueue._require_untruncated(tables regclass[]) returns void
 language plpgsql volatile as $$
 begin
@@ -83,9 +81,6 @@ begin
         and pg_relation_filenode(c.oid) <> c.relfilenode;
 end;
 $$;
-comment on function pgqueue._require_untruncated is
-'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. In read committed
-every statement locks its tables first and takes its snapshot second.';
 
 create or replace function pgqueue._require_untruncated_messages() returns void
 language sql volatile as $$
@@ -95,6 +90,7 @@ language sql volatile as $$
     ]::regclass[])
 $$;
 
+-- Raises PQ001, or 40001 if the snapshot is older than the queue or than a compaction.
 create or replace function pgqueue._get_locked_queue(queue_name text) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
@@ -117,9 +113,6 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._get_locked_queue is
-'Locks the queue against drop_queue and returns its row. Raises PQ001, or 40001 if the snapshot is older than the queue
-or than a compaction.';
 
 create or replace function pgqueue._get_unlocked_queue(queue_name text) returns pgqueue.queues
 language plpgsql stable as $$
@@ -146,6 +139,7 @@ begin
 end;
 $$;
 
+-- The processes that dump this database; null for a prepared transaction that has read pg_extension.
 create or replace function pgqueue._dumping_processes() returns int[]
 language sql volatile as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
@@ -160,8 +154,6 @@ language sql volatile as $$
             and a.pid <> pg_catalog.pg_backend_pid()
     )
 $$;
-comment on function pgqueue._dumping_processes is
-'The processes that dump this database; null for a prepared transaction that has read pg_extension.';
 
 create or replace function pgqueue._is_dump_running() returns boolean
 language sql volatile as $$ select pgqueue._dumping_processes() <> '{}' $$;

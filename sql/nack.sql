@@ -230,6 +230,8 @@ attempt_count is that of the failed attempt, as receive returned it (from 1). Re
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
+-- Returns how many of the claims were still valid: those with this token or, if claim_token is null, those that the
+-- caller has locked.
 create or replace function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
 returns int language plpgsql volatile as $$
 declare
@@ -265,9 +267,6 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue._release_held is
-'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
-token or, if claim_token is null, the claim that the caller has locked.';
 
 create or replace function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

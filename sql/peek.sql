@@ -16,14 +16,14 @@ language sql stable parallel safe as $$
             is not distinct from 'in progress'
 $$;
 
+-- Whether another transaction holds a row, derived from the row's xmax without taking a lock. Shared row locks may be
+-- misjudged.
 create or replace function pgqueue._is_locked(xmax xid) returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._is_locked is
-'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
-misjudged.';
 
+-- Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.
 create or replace function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
@@ -46,8 +46,6 @@ language sql stable as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._sample_requeued_ids is
-'Ids of messages that came back, up to wanted and within ranges, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100) returns int
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp

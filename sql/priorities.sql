@@ -87,6 +87,8 @@ begin
 end;
 $$;
 
+-- Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
+-- find the others again.
 create or replace function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -103,9 +105,6 @@ begin
     return ids[:wanted];
 end;
 $$;
-comment on function pgqueue._take_highest is
-'Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
-find the others again.';
 
 create or replace function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[] language plpgsql volatile as $$

@@ -83,6 +83,7 @@ language sql stable as $$
             '1 s, its default, without rate_limit: there is no rate that it could change')
 $$;
 
+-- The new queue is dedicated if a table was left for it.
 create or replace function pgqueue._add_queue(model pgqueue.queues, if_not_exists boolean) returns pgqueue.queues
 language plpgsql volatile as $$
 declare
@@ -150,9 +151,6 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue._add_queue is
-'Creates the queue of create_queue, or returns the one of this name if if_not_exists is true. The new queue is dedicated
-if a table was left for it.';
 
 create or replace function pgqueue.create_queue(
     queue_name pgqueue.new_queue_of_admin,

@@ -2,21 +2,19 @@
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
 
+-- A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two
+-- microseconds. Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.
 create or replace function pgqueue._to_micros(moment timestamptz) returns bigint
 language sql stable parallel safe as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
-comment on function pgqueue._to_micros is
-'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
-Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
 create or replace function pgqueue._from_micros(micros bigint) returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 
+-- A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
+-- sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.
 create or replace function pgqueue._clamp_due_at(due_at timestamptz) returns timestamptz
 language sql volatile as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
-comment on function pgqueue._clamp_due_at is
-'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
-sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
 create or replace function pgqueue._drop_registers(queue_id bigint, kept text[]) returns void
 language plpgsql volatile as $$
@@ -36,6 +34,8 @@ begin
 end;
 $$;
 
+-- The number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such a
+-- table. Drops the registers that were left for this number.
 create or replace function pgqueue._take_number(queue_name text) returns bigint
 language plpgsql volatile as $$
 declare
@@ -62,9 +62,6 @@ begin
     return number;
 end;
 $$;
-comment on function pgqueue._take_number is
-'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
-a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create or replace function pgqueue._create_sequence(name text) returns regclass
 language plpgsql volatile set client_min_messages = warning as $$
@@ -102,12 +99,11 @@ before insert or update of fresh_from_id on pgqueue.queues for each row execute 
 create or replace function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 
+-- The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
+-- name, as the name of a queue can be longer than an identifier. Inlined.
 create or replace function pgqueue._sequence_name(role text, queue_name text) returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._sequence_name is
-'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
-name, as the name of a queue can be longer than an identifier. Inlined.';
 
 create or replace function pgqueue._counter(role text, queue_name text) returns regclass
 language sql stable parallel safe as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
@@ -127,6 +123,9 @@ begin
 end;
 $$;
 
+-- Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is
+-- counted if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated
+-- anyway, as each further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.
 create or replace function pgqueue._count(role text, queue_name text, messages int) returns int
 language sql volatile as $$
     select case
@@ -136,10 +135,6 @@ language sql volatile as $$
         else messages
     end
 $$;
-comment on function pgqueue._count is
-'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
-if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
-further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
 
 create or replace function pgqueue._missing_counters(queue_name text) returns text[]
 language sql stable as $$

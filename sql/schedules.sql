@@ -5,6 +5,8 @@
 -- A tick is a moment at which the wall clock of a time zone shows a time that the cron expression matches. Where the
 -- clock changes, the rules are those of Debian's cron: see _next_tick.
 
+-- is_fixed: neither the minute nor the hour begins with *; such times have rules of their own where the clock changes.
+-- needs_both: a day must match both fields of days, because one of them begins with *; otherwise one match is enough.
 create or replace function pgqueue._parse_cron(
     cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
     out is_fixed boolean, out needs_both boolean
@@ -68,11 +70,8 @@ begin
     needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
 end;
 $$;
-comment on function pgqueue._parse_cron is
-'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
-times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
-them begins with *; otherwise one match is enough. Raises 22023.';
 
+-- Null if there is no tick within 41 years. Raises 22023 for an invalid expression.
 create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -128,9 +127,6 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._next_tick is
-'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
-years. Raises 22023 for an invalid expression.';
 
 create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz) returns jsonb
 language sql stable as $$
@@ -168,6 +164,7 @@ begin
 end;
 $$;
 
+-- If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.
 create or replace function pgqueue._add_next_tick_message() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 set enable_bitmapscan = off set jit = off as $$
@@ -224,8 +221,6 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._add_next_tick_message is
-'If the time of the following tick cannot be computed, the schedule stops. Housekeeping tries again.';
 
 drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
@@ -472,6 +467,7 @@ begin
 end;
 $$;
 
+-- Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.
 create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz) returns void
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
@@ -504,5 +500,3 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_schedules is
-'Adds the message of the next tick where it is missing, because a table was truncated or the trigger disabled.';

@@ -1,6 +1,8 @@
 -- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
 -- time. Claims and sweeps call it.
 
+-- Returns how many messages were moved, and the ids of those that have not expired. Records each id in
+-- requeued_messages, as the walk may never reach that id again.
 create or replace function pgqueue._move_due_slice(
     q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
 )
@@ -44,11 +46,9 @@ begin
     from arrived m;
 end;
 $$;
-comment on function pgqueue._move_due_slice is
-'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
-many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
-id again.';
 
+-- Returns how many messages were removed, and whether some are left for a later call. With max_slices, which claims
+-- pass, it also ends after that many slices, or 50 ms after at.
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -112,9 +112,6 @@ begin
     perform pgqueue._count_dead(q, all_died);
 end;
 $$;
-comment on function pgqueue._remove_spent_messages is
-'Removes those of the messages that are spent, and returns how many, and whether it left some for a later call. With
-max_slices, which claims pass, it also ends after that many slices, or 50 ms after at.';
 
 create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[] language plpgsql stable as $$

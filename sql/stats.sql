@@ -55,6 +55,7 @@ language sql stable as $$
     ) w
 $$;
 
+-- Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.
 create or replace function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz, out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint,
     out oldest_at timestamptz, out estimated boolean
@@ -111,8 +112,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._message_stats is
-'Counts up to 10,000 rows, and estimates beyond. Messages that came back to ids that sweeps skip are not counted.';
 
 create or replace function pgqueue._other_ids(
     queue_name text, are_dead boolean, from_id bigint, below_id bigint, wanted int
@@ -164,6 +163,8 @@ begin
 end;
 $$;
 
+-- The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
+-- between two tables.
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz) returns pgqueue.queue_stats
 language plpgsql stable as $$
 declare
@@ -221,9 +222,6 @@ begin
     return result;
 end;
 $$;
-comment on function pgqueue._stats is
-'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
-between two tables.';
 
 create or replace function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz, is_only boolean)
 returns pgqueue.queue_stats
@@ -247,6 +245,7 @@ begin
 end;
 $$;
 
+-- Raises 55P03 or 42P01 while the queue is being dropped.
 create or replace function pgqueue._add_totals(s pgqueue.queue_stats) returns pgqueue.queue_stats
 language plpgsql volatile set lock_timeout = '100 ms' as $$
 begin
@@ -260,8 +259,6 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._add_totals is
-'Raises 55P03 or 42P01 while the queue is being dropped.';
 
 create or replace function pgqueue.stats(
     queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user

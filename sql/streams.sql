@@ -37,11 +37,10 @@ begin
 end;
 $$;
 
+-- At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in
+-- a restored database, and an old reader could pass for the new one.
 create or replace function pgqueue._next_epoch(epoch bigint) returns bigint
 language sql volatile as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch is
-'At least the clock in microseconds: a counter would start over in a stream that was dropped and created again, or in a
-restored database, and an old reader could pass for the new one.';
 
 create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint) returns void
 language plpgsql stable as $$

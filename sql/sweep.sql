@@ -119,6 +119,8 @@ begin
 end;
 $$;
 
+-- Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A
+-- walk that is over returns the positions of visible messages that are not ready, too.
 create or replace function pgqueue._lock_levels(
     q pgqueue.queues, from_positions bigint[], below_positions bigint[], taken bigint[], at timestamptz, wanted int,
     out ids bigint[], out positions bigint[]
@@ -148,9 +150,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._lock_levels is
-'Locks up to wanted ready messages between pairs of positions, without those in taken, and returns them in order. A walk
-that is over returns the positions of visible messages that are not ready, too.';
 
 create or replace function pgqueue._sweep_requeued(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
@@ -189,6 +188,8 @@ begin
 end;
 $$;
 
+-- Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
+-- late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.
 create or replace function pgqueue._sweep_recent(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 ) returns bigint[]
@@ -219,9 +220,6 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent is
-'Checks at a small bounded cost the last recent_count ids below fresh_from_id, where transactions roll back or commit
-late, or the places below the register of each priority. Returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
@@ -310,6 +308,9 @@ begin
 end;
 $$;
 
+-- Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
+-- and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least
+-- 50 ms and at most 500 ms, as messages that commit late wait for it; else at once.
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
 ) returns bigint[] language plpgsql volatile as $$
@@ -410,7 +411,3 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep is
-'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
-and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
-ms and at most 500 ms, as messages that commit late wait for it; else at once.';

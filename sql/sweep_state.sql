@@ -1,6 +1,8 @@
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
+-- The running transactions that have written to the messages, through the parent or directly to a partition; prepared
+-- ones, too.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._running_writers() returns text[]
 language plpgsql volatile as $$
@@ -21,10 +23,8 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._running_writers is
-'The running transactions that have written to messages, through the parent or directly to a partition, to
-scheduled_messages or to requeued_messages, including prepared transactions.';
 
+-- The lowest id at which there can be a message, except those in requeued_messages.
 create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state) returns bigint
 language sql immutable parallel safe
 -- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
@@ -33,8 +33,6 @@ as $$
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._first_possible_id is
-'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create or replace function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
 returns setof int8range
@@ -46,10 +44,9 @@ language sql stable as $$
     ) as r
 $$;
 
+-- A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.
 create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz) returns timestamptz
 language sql immutable parallel safe as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._discard_future_time is
-'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
 create or replace function pgqueue._sweep_state_of(queue_name text, at timestamptz) returns pgqueue.sweep_state
 language plpgsql stable as $$
@@ -73,6 +70,9 @@ as $$ select least(span + case when span < 131072 then span else span / 8 end, 1
 
 -- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
 -- messages_shared. These functions are stable: their statements have the snapshot of the caller.
+
+-- The ids of the first messages in a range, up to wanted, and those of the ready ones and of the spent ones among them.
+-- Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.
 create or replace function pgqueue._read_messages(
     q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz, wanted int, by_level boolean default false,
     out ids bigint[], out ready_ids bigint[], out spent_ids bigint[]
@@ -118,9 +118,6 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._read_messages is
-'The ids of the first messages from from_id to below_id, up to wanted, and those of the ready ones and of the spent ones
-among them. Null if there are none. With by_level, the bounds and ids are positions of a queue with priorities.';
 
 -- Reads the removed rows of a page at once, by a bitmap. As it reads all living rows, too, call it for small ranges.
 create or replace function pgqueue._living_ids(queue_name text, from_id bigint, below_id bigint, in_all_tables boolean)
@@ -139,6 +136,8 @@ begin
 end;
 $$;
 
+-- The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
+-- there are 1,000 or more messages, those above the 1,000th can be missing.
 create or replace function pgqueue._ids_between(
     q pgqueue.queues, from_id bigint, below_id bigint, in_all_tables boolean default false
 ) returns bigint[]
@@ -158,9 +157,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._ids_between is
-'The ids in a range of rows of messages, and of the lowest of scheduled messages and dead letters if in_all_tables. If
-there are 1,000 or more messages, those above the 1,000th can be missing.';
 
 create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint) returns timestamptz
 language plpgsql stable as $$
@@ -272,6 +268,8 @@ begin
 end;
 $$;
 
+-- Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables,
+-- so that scans skip what was removed. Returns true if the record had to wait for a long write transaction.
 create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean language plpgsql volatile as $$
 declare
@@ -365,10 +363,10 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._record_vacant_ids is
-'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
-that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 
+-- How many pages of the tables of a queue this session has read. The difference of two values in one statement counts
+-- the pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row takes at
+-- most two pages: those of a message and of its row in requeued_messages.
 create or replace function pgqueue._pages_read(q pgqueue.queues) returns bigint
 language sql volatile as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
@@ -377,11 +375,9 @@ language sql volatile as $$
             when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
-comment on function pgqueue._pages_read is
-'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
-pages in between; it is 0 if track_counts is off, and null if the queue is being dropped. A living row
-takes at most two pages: those of a message and of its row in requeued_messages.';
 
+-- Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
+-- passed few ids since. A read-only transaction, as on a standby, records nothing.
 create or replace function pgqueue._record_if_old(q pgqueue.queues, if_behind boolean default false) returns void
 language plpgsql volatile as $$
 declare
@@ -406,6 +402,3 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._record_if_old is
-'Records where the queue has no rows, unless it was recorded less than a second ago or, with if_behind, claims have
-passed few ids since. A read-only transaction, as on a standby, records nothing.';

@@ -61,7 +61,6 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._subscribers(text[]) is 'The queues that are subscribed to any of the topics, each once.';
 
 create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$

@@ -1,6 +1,7 @@
 -- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
 -- is inserted into its relation, and archive what is deleted through it.
 
+-- Headers as a transport reads them: a JSON object of strings and nulls, with the header NServiceBus.MessageId.
 -- In PL/pgSQL, which keeps its plan: see _level_registers.
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid) returns text
 language plpgsql immutable parallel safe as $$
@@ -14,14 +15,10 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._wire_headers is
-'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
-from message_id if the headers lack it.';
 
+-- The id that a transport sees for a message that no transport sent, or that was put back since.
 create or replace function pgqueue._transport_id(id bigint) returns uuid
 language sql immutable parallel safe as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id is
-'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create or replace function pgqueue._insert_by_transport() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$

@@ -1,12 +1,20 @@
 -- What `create or replace` cannot say of the way from 0.1.0 to 0.2.0-dev.
 create index schedules_queue_name on pgqueue.schedules (queue_name);
 
--- Comments that have gone.
-comment on function pgqueue._claim_candidates_grouped is null;
-comment on function pgqueue._claim_ungrouped is null;
-comment on function pgqueue._raise is null;
-comment on function pgqueue._remove_messages is null;
-comment on function pgqueue._sweep_other_tables is null;
+-- Only public functions have comments.
+do $$
+declare
+    commented regprocedure;
+begin
+    for commented in
+        select d.objoid from pg_catalog.pg_description d join pg_catalog.pg_proc p on p.oid = d.objoid
+        where d.classoid = 'pg_catalog.pg_proc'::pg_catalog.regclass and p.proname ~ '^_'
+            and p.pronamespace = 'pgqueue'::pg_catalog.regnamespace
+    loop
+        execute pg_catalog.format('comment on function %s is null', commented);
+    end loop;
+end;
+$$;
 
 -- Private functions that have gone, or have got other arguments or results.
 drop function pgqueue._days, pgqueue._expired_days, pgqueue._is_day_empty, pgqueue._maintain_days, pgqueue._drop_days;

@@ -13,7 +13,7 @@ from pg_class c
 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
 
 -- Functions.
-select is_empty($$ select signature from functions where is_public and obj_description(oid, 'pg_proc') is null $$, 'every public function has a comment');
+select is_empty($$ select signature from functions where is_public = (obj_description(oid, 'pg_proc') is null) $$, 'every public function has a comment, and no private one');
 select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment on a function ends with a period');
 select is_empty($$ select signature from functions where proacl is null or exists (select from aclexplode(proacl) a where a.grantee = 0) $$, 'PUBLIC may execute no function');
 select is_empty(
