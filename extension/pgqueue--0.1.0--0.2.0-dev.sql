@@ -401,15 +401,27 @@ language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queu
 create or replace function pgqueue._find_registers() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    -- pg_dump writes the number of a register in place of its name if the queue was dropped, or got another kind, since
-    -- the snapshot of the dump. In a restored database another relation can have this number. The dump has the
-    -- registers, too.
-    if new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id)) then
+    -- Null for a new queue or kind. pg_dump writes the number of a register in place of its name if the queue was
+    -- dropped, or got another kind, since the snapshot of the dump. In a restored database another relation can have
+    -- this number. The dump has the registers, too.
+    if new.fresh_from_id is null
+        or new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id))
+    then
         new.fresh_from_id := pgqueue._create_register(new.queue_id, 'fresh_from_id');
         new.sweep_resume_id := pgqueue._create_register(new.queue_id, 'sweep_resume_id');
         new.next_sweep_at := pgqueue._create_register(new.queue_id, 'next_sweep_at');
         new.first_due_at := pgqueue._create_register(new.queue_id, 'first_due_at');
         new.waiting_until := pgqueue._create_register(new.queue_id, 'waiting_until');
+        perform setval(r, 1)
+        from unnest(array[
+            new.fresh_from_id, new.sweep_resume_id, new.next_sweep_at, new.first_due_at, new.waiting_until
+        ]) as r
+        where pg_sequence_last_value(r) is null;
+        if new.priorities then
+            perform pgqueue._create_register(new.queue_id, format('level_%s', n)) from generate_series(0, 9) as n;
+            -- Functions that read the messages by id skip the vacant ids only below this register.
+            perform setval(new.fresh_from_id, 4611686018427387904);
+        end if;
     end if;
     return new;
 end;
@@ -949,25 +961,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
-language plpgsql volatile as $$
-begin
-    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
-    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
-    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
-    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
-    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
-    perform setval(r, 1)
-    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
-    if q.priorities then
-        perform pgqueue._create_register(q.queue_id, format('level_%s', n)) from generate_series(0, 9) as n;
-        -- Functions that read the messages by id skip the vacant ids only below this register.
-        perform setval(q.fresh_from_id, 4611686018427387904);
-    end if;
-    return q;
-end;
-$$;
-
 create or replace function pgqueue._change_kind(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
@@ -979,11 +972,7 @@ begin
     -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
     -- ones, so _get_locked_queue refuses it.
     perform pgqueue._drop_registers(q.queue_id, '{seq,rate_used_until}');
-    q := pgqueue._with_new_registers(q);
-    update pgqueue.queues
-    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
-        first_due_at = q.first_due_at, waiting_until = q.waiting_until
-    where queues.name = q.name;
+    update pgqueue.queues set fresh_from_id = null where queues.name = q.name returning queues.* into q;
     perform setval(q.fresh_from_id, w.first_id) from pgqueue.sweep_state w where w.queue_name = q.name and not q.priorities;
     update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
     -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
@@ -1493,7 +1482,6 @@ begin
         perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
     end if;
     model.dedicated := model.dedicated or has_table;
-    model := pgqueue._with_new_registers(model);
     model.created_at := pgqueue._now();
     model.updated_at := model.created_at;
     -- All columns but kind, which is computed.

@@ -156,25 +156,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._with_new_registers(q pgqueue.queues) returns pgqueue.queues
-language plpgsql volatile as $$
-begin
-    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
-    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
-    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
-    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
-    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
-    perform setval(r, 1)
-    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
-    if q.priorities then
-        perform pgqueue._create_register(q.queue_id, format('level_%s', n)) from generate_series(0, 9) as n;
-        -- Functions that read the messages by id skip the vacant ids only below this register.
-        perform setval(q.fresh_from_id, 4611686018427387904);
-    end if;
-    return q;
-end;
-$$;
-
 create or replace function pgqueue._change_kind(q pgqueue.queues) returns pgqueue.queues
 language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
@@ -186,11 +167,7 @@ begin
     -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
     -- ones, so _get_locked_queue refuses it.
     perform pgqueue._drop_registers(q.queue_id, '{seq,rate_used_until}');
-    q := pgqueue._with_new_registers(q);
-    update pgqueue.queues
-    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
-        first_due_at = q.first_due_at, waiting_until = q.waiting_until
-    where queues.name = q.name;
+    update pgqueue.queues set fresh_from_id = null where queues.name = q.name returning queues.* into q;
     perform setval(q.fresh_from_id, w.first_id) from pgqueue.sweep_state w where w.queue_name = q.name and not q.priorities;
     update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
     -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.

@@ -126,7 +126,6 @@ begin
         perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
     end if;
     model.dedicated := model.dedicated or has_table;
-    model := pgqueue._with_new_registers(model);
     model.created_at := pgqueue._now();
     model.updated_at := model.created_at;
     -- All columns but kind, which is computed.

@@ -79,15 +79,27 @@ language sql volatile as $$ select pgqueue._create_sequence(format('pgqueue.queu
 create or replace function pgqueue._find_registers() returns trigger
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-    -- pg_dump writes the number of a register in place of its name if the queue was dropped, or got another kind, since
-    -- the snapshot of the dump. In a restored database another relation can have this number. The dump has the
-    -- registers, too.
-    if new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id)) then
+    -- Null for a new queue or kind. pg_dump writes the number of a register in place of its name if the queue was
+    -- dropped, or got another kind, since the snapshot of the dump. In a restored database another relation can have
+    -- this number. The dump has the registers, too.
+    if new.fresh_from_id is null
+        or new.fresh_from_id is distinct from to_regclass(format('pgqueue.queue_%s_fresh_from_id', new.queue_id))
+    then
         new.fresh_from_id := pgqueue._create_register(new.queue_id, 'fresh_from_id');
         new.sweep_resume_id := pgqueue._create_register(new.queue_id, 'sweep_resume_id');
         new.next_sweep_at := pgqueue._create_register(new.queue_id, 'next_sweep_at');
         new.first_due_at := pgqueue._create_register(new.queue_id, 'first_due_at');
         new.waiting_until := pgqueue._create_register(new.queue_id, 'waiting_until');
+        perform setval(r, 1)
+        from unnest(array[
+            new.fresh_from_id, new.sweep_resume_id, new.next_sweep_at, new.first_due_at, new.waiting_until
+        ]) as r
+        where pg_sequence_last_value(r) is null;
+        if new.priorities then
+            perform pgqueue._create_register(new.queue_id, format('level_%s', n)) from generate_series(0, 9) as n;
+            -- Functions that read the messages by id skip the vacant ids only below this register.
+            perform setval(new.fresh_from_id, 4611686018427387904);
+        end if;
     end if;
     return new;
 end;
