@@ -2319,7 +2319,9 @@ begin
 end;
 $$;
 
-create function pgqueue._check_settings(q pgqueue.queues) returns void
+-- on_dead and rate_period are those that were given: a queue keeps both when alter_queue ends the limit to which they
+-- belong.
+create function pgqueue._check_settings(q pgqueue.queues, on_dead text, rate_period interval) returns void
 language sql stable as $$
     select pgqueue._raise_invalid(s.name, s.given, s.expected)
     from (values
@@ -2357,19 +2359,13 @@ language sql stable as $$
         ('dead_letter_to', q.dead_letter_to, q.dead_letter_to is null or q.dlq_enabled, 'null while dlq_enabled is false: there are no dead letters'),
         ('on_dead', 'hold', q.on_dead = 'skip' or q.dead_letter_to is null,
             'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting'),
-        ('dead_letter_expired', null, q.dead_letter_expired is not null, 'true or false')
+        ('dead_letter_expired', null, q.dead_letter_expired is not null, 'true or false'),
+        ('on_dead', on_dead, q.group_limit is not null or coalesce(on_dead, 'skip') = 'skip',
+            'skip without group_limit: no message waits for one of its group'),
+        ('rate_period', rate_period::text, q.rate_limit is not null or coalesce(rate_period, '1 s') = '1 s',
+            '1 s, its default, without rate_limit: there is no rate that it could change')
     ) as s (name, given, is_valid, expected)
     where s.is_valid is not true
-$$;
-
--- Apart from _check_settings: a queue keeps both settings when alter_queue ends the limit to which they belong.
-create function pgqueue._check_limits_of(q pgqueue.queues, on_dead text, rate_period interval) returns void
-language sql stable as $$
-    select
-        pgqueue._require(q.group_limit is not null or coalesce(on_dead, 'skip') = 'skip', 'on_dead', on_dead,
-            'skip without group_limit: no message waits for one of its group'),
-        pgqueue._require(q.rate_limit is not null or coalesce(rate_period, '1 s') = '1 s', 'rate_period', rate_period::text,
-            '1 s, its default, without rate_limit: there is no rate that it could change')
 $$;
 
 -- The new queue is dedicated if a table was left for it.
@@ -2482,7 +2478,7 @@ begin
         null, null, null, null, null, null, null, null, null,
         archive_for, expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit, rate_period,
         priorities, counters, dead_letter_to, null);
-    perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
+    perform pgqueue._check_settings(q, on_dead, rate_period);
     return pgqueue._public_queue(pgqueue._add_queue(q, if_not_exists));
 end;
 $$;
@@ -2577,7 +2573,7 @@ begin
     where c.name = queue_name collate "C"
     returning c.* into q;
     -- After the update, which has computed the new settings: an error undoes it.
-    perform pgqueue._check_settings(q), pgqueue._check_limits_of(q, on_dead, rate_period);
+    perform pgqueue._check_settings(q, on_dead, rate_period);
     if q.dedicated then
         perform pgqueue._check_dedicated(before, q);
     end if;
