@@ -1444,28 +1444,10 @@ $$;
 -- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
 -- plan for constants could read the whole queue.
 
--- The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
--- order.
-create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-
-create function pgqueue._matches_key(
-    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-) returns boolean
-language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
-
--- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
--- installation that is no extension, it may have another.
-create function pgqueue._has_current_key_lookup() returns boolean
-language sql stable as $$
-    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
-        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
-$$;
-
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
 -- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
--- scans.
+-- scans. _lookup_keys returns one row with all ids or, in those versions, one row per id, in order.
 create function pgqueue._install_key_lookup() returns void
 language plpgsql volatile as $$
 declare
@@ -1487,6 +1469,14 @@ end;
 $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
+
+-- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+-- installation that is no extension, it may have another.
+create function pgqueue._has_current_key_lookup() returns boolean
+language sql stable as $$
+    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
+        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
+$$;
 
 -- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
 -- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`
@@ -1595,22 +1585,6 @@ create function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 
-create function pgqueue._refuse_missing_queue(queue_name text) returns void
-language plpgsql volatile as $$
-begin
-    -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
-    -- unique index. If there is no such queue, the error raised below rolls the insert back.
-    if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name) and not current_setting('transaction_read_only')::boolean then
-        begin
-            insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
-        exception when serialization_failure then
-            perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
-        end;
-    end if;
-    perform pgqueue._raise('queue_not_found', queue_name);
-end;
-$$;
-
 -- For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
 -- snapshot and any transaction has committed since.
 create function pgqueue._require_current_snapshot(object text) returns void
@@ -1685,7 +1659,18 @@ begin
     -- reads it locks the register, because the catalog cache of this session can be stale.
     if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
         if q.name is null or pg_relation_size(q.fresh_from_id) is null then
-            perform pgqueue._refuse_missing_queue(queue_name);
+            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through
+            -- the unique index. If there is no such queue, the error raised below rolls the insert back.
+            if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name)
+                and not current_setting('transaction_read_only')::boolean
+            then
+                begin
+                    insert into pgqueue.sweep_state (queue_name) values (_get_locked_queue.queue_name) on conflict do nothing;
+                exception when serialization_failure then
+                    perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
+                end;
+            end if;
+            perform pgqueue._raise('queue_not_found', queue_name);
         end if;
         perform pgqueue._require_untruncated_messages();
     end if;
@@ -1779,15 +1764,6 @@ begin
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
     execute format(
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
-end;
-$$;
-
-create function pgqueue._drop_partition_left(queue_id bigint) returns void
-language plpgsql volatile as $$
-begin
-    -- The claims of the new queue take the messages over.
-    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
-    execute format('drop table pgqueue.messages_%s cascade', queue_id);
 end;
 $$;
 
@@ -1908,7 +1884,7 @@ begin
     update pgqueue.queues set fresh_from_id = null where queues.name = q.name returning queues.* into q;
     perform setval(q.fresh_from_id, w.first_id) from pgqueue.sweep_state w where w.queue_name = q.name and not q.priorities;
     update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
-    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
+    -- By a new row, _get_locked_queue tells an old snapshot from a queue that was dropped.
     delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
     insert into pgqueue.sweep_state select s.*;
     return q;
@@ -2404,7 +2380,9 @@ begin
     model.queue_id := pgqueue._take_number(model.name);
     has_table := to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null;
     if has_table and (model.priorities or coalesce(model.group_limit, model.max_in_flight) is not null) then
-        perform pgqueue._drop_partition_left(model.queue_id);
+        -- The claims of the new queue take the messages over.
+        update pgqueue.messages m set kind = null where m.kind = 1000 + model.queue_id;
+        execute format('drop table pgqueue.messages_%s cascade', model.queue_id);
         has_table := false;
     end if;
     if model.dedicated and not has_table then
@@ -3050,15 +3028,6 @@ begin
     perform pgqueue._announce_due(q, new_due_at);
     return true;
 end;
-$$;
-
-create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
-returns void language sql volatile as $$
-    -- In the order in which senders lock the rows of a key.
-    select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
-    from generate_series(
-        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
-        pgqueue._dedup_period(q.dedup_window, at), -1) as period
 $$;
 
 -- The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.
@@ -5279,18 +5248,6 @@ begin
 end;
 $$;
 
-create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint) returns bigint
-language plpgsql stable as $$
-begin
-    if q.kind is not null then
-        return (
-            select m.id from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
-    end if;
-    return (
-        select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
-end;
-$$;
-
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
 ) returns bigint[]
@@ -5351,9 +5308,16 @@ begin
     elsif cardinality(candidate_ids) < wanted then
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
-        last_id := coalesce(
-            pgqueue._last_id_from(q, fresh_from_id),
-            (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
+        if q.kind is not null then
+            last_id := (
+                select m.id from pgqueue.messages m
+                where m.kind = q.kind and m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1);
+        else
+            last_id := (
+                select m.id from pgqueue.messages_shared m
+                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1);
+        end if;
+        last_id := coalesce(last_id, (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
@@ -10333,7 +10297,11 @@ begin
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;
-    perform pgqueue._free_dedup_key(q, dedup_key, id, at);
+    -- In the order in which senders lock the rows of a key.
+    perform pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
+    from generate_series(
+        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
+        pgqueue._dedup_period(q.dedup_window, at), -1) as period;
     return true;
 end;
 $$;
@@ -11635,13 +11603,6 @@ language sql volatile as $$
     where c.oid = relation
 $$;
 
-create function pgqueue._row_bytes(relation regclass) returns text
-language sql stable as $$
-    select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
-    from pg_catalog.pg_attribute a
-    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
-$$;
-
 -- kept is null, and has the type of an array of rows of the table.
 create function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
 language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
@@ -11653,8 +11614,11 @@ begin
     -- This scan over the dead rows takes nearly all of the time. An index does not help, because it has an entry for
     -- each dead row. The scan does not read values that are stored out of line.
     execute format(
-        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
-        pgqueue._row_bytes(relation), relation)
+        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l', (
+            select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
+            from pg_attribute a
+            where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
+        ), relation)
     into places, bytes;
     if cardinality(places) > 10000 or bytes > 8388608 then
         return null;

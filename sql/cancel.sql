@@ -67,7 +67,11 @@ begin
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;
-    perform pgqueue._free_dedup_key(q, dedup_key, id, at);
+    -- In the order in which senders lock the rows of a key.
+    perform pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
+    from generate_series(
+        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
+        pgqueue._dedup_period(q.dedup_window, at), -1) as period;
     return true;
 end;
 $$;

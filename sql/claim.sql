@@ -23,18 +23,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._last_id_from(q pgqueue.queues, from_id bigint) returns bigint
-language plpgsql stable as $$
-begin
-    if q.kind is not null then
-        return (
-            select m.id from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
-    end if;
-    return (
-        select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
-end;
-$$;
-
 create or replace function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
 ) returns bigint[]
@@ -95,9 +83,16 @@ begin
     elsif cardinality(candidate_ids) < wanted then
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
-        last_id := coalesce(
-            pgqueue._last_id_from(q, fresh_from_id),
-            (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
+        if q.kind is not null then
+            last_id := (
+                select m.id from pgqueue.messages m
+                where m.kind = q.kind and m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1);
+        else
+            last_id := (
+                select m.id from pgqueue.messages_shared m
+                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1);
+        end if;
+        last_id := coalesce(last_id, (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;

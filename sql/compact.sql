@@ -115,13 +115,6 @@ language sql volatile as $$
     where c.oid = relation
 $$;
 
-create or replace function pgqueue._row_bytes(relation regclass) returns text
-language sql stable as $$
-    select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
-    from pg_catalog.pg_attribute a
-    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
-$$;
-
 -- kept is null, and has the type of an array of rows of the table.
 create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray) returns bigint
 language plpgsql volatile set enable_seqscan = on set enable_tidscan = on set max_parallel_workers_per_gather = 0
@@ -133,8 +126,11 @@ begin
     -- This scan over the dead rows takes nearly all of the time. An index does not help, because it has an entry for
     -- each dead row. The scan does not read values that are stored out of line.
     execute format(
-        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
-        pgqueue._row_bytes(relation), relation)
+        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l', (
+            select string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ')
+            from pg_attribute a
+            where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
+        ), relation)
     into places, bytes;
     if cardinality(places) > 10000 or bytes > 8388608 then
         return null;

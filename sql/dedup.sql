@@ -246,15 +246,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
-returns void language sql volatile as $$
-    -- In the order in which senders lock the rows of a key.
-    select pgqueue._write_dedup_keys(q, period, array[dedup_key], array[id], '-infinity', array[id])
-    from generate_series(
-        pgqueue._dedup_period(q.dedup_window, pgqueue._end_of_dedup_window(q, at)),
-        pgqueue._dedup_period(q.dedup_window, at), -1) as period
-$$;
-
 -- The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.
 create or replace function pgqueue._ended_dedup_tables(at timestamptz) returns setof regclass
 language sql stable as $$

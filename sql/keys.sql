@@ -4,28 +4,10 @@
 -- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
 -- plan for constants could read the whole queue.
 
--- The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
--- order.
-create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-returns setof record language sql immutable parallel safe as $$ select ids, null::bigint, null::text[] $$;
-
-create or replace function pgqueue._matches_key(
-    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-) returns boolean
-language sql immutable parallel safe as $$ select queue_name = name and id = any (key_ids) $$;
-
--- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
--- installation that is no extension, it may have another.
-create or replace function pgqueue._has_current_key_lookup() returns boolean
-language sql stable as $$
-    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
-        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
-$$;
-
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
 -- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
 -- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
--- scans.
+-- scans. _lookup_keys returns one row with all ids or, in those versions, one row per id, in order.
 create or replace function pgqueue._install_key_lookup() returns void
 language plpgsql volatile as $$
 declare
@@ -47,6 +29,14 @@ end;
 $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
+
+-- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+-- installation that is no extension, it may have another.
+create or replace function pgqueue._has_current_key_lookup() returns boolean
+language sql stable as $$
+    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
+        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
+$$;
 
 -- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
 -- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`

@@ -44,15 +44,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._drop_partition_left(queue_id bigint) returns void
-language plpgsql volatile as $$
-begin
-    -- The claims of the new queue take the messages over.
-    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
-    execute format('drop table pgqueue.messages_%s cascade', queue_id);
-end;
-$$;
-
 -- Returns the number of the messages. Raises PQ004 while the database is dumped, or other sessions use the table.
 create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean) returns bigint
 language plpgsql volatile set lock_timeout = '500 ms' as $$
@@ -170,7 +161,7 @@ begin
     update pgqueue.queues set fresh_from_id = null where queues.name = q.name returning queues.* into q;
     perform setval(q.fresh_from_id, w.first_id) from pgqueue.sweep_state w where w.queue_name = q.name and not q.priorities;
     update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
-    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
+    -- By a new row, _get_locked_queue tells an old snapshot from a queue that was dropped.
     delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
     insert into pgqueue.sweep_state select s.*;
     return q;

@@ -16,22 +16,6 @@ create or replace function pgqueue._has_fixed_snapshot() returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 
-create or replace function pgqueue._refuse_missing_queue(queue_name text) returns void
-language plpgsql volatile as $$
-begin
-    -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
-    -- unique index. If there is no such queue, the error raised below rolls the insert back.
-    if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name) and not current_setting('transaction_read_only')::boolean then
-        begin
-            insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
-        exception when serialization_failure then
-            perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
-        end;
-    end if;
-    perform pgqueue._raise('queue_not_found', queue_name);
-end;
-$$;
-
 -- For callers that hold the lock which keeps others from changing the object. Raises 40001 if the transaction keeps its
 -- snapshot and any transaction has committed since.
 create or replace function pgqueue._require_current_snapshot(object text) returns void
@@ -106,7 +90,18 @@ begin
     -- reads it locks the register, because the catalog cache of this session can be stale.
     if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
         if q.name is null or pg_relation_size(q.fresh_from_id) is null then
-            perform pgqueue._refuse_missing_queue(queue_name);
+            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through
+            -- the unique index. If there is no such queue, the error raised below rolls the insert back.
+            if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name)
+                and not current_setting('transaction_read_only')::boolean
+            then
+                begin
+                    insert into pgqueue.sweep_state (queue_name) values (_get_locked_queue.queue_name) on conflict do nothing;
+                exception when serialization_failure then
+                    perform pgqueue._raise('stale_snapshot', format('queue %L', queue_name));
+                end;
+            end if;
+            perform pgqueue._raise('queue_not_found', queue_name);
         end if;
         perform pgqueue._require_untruncated_messages();
     end if;

@@ -115,7 +115,9 @@ begin
     model.queue_id := pgqueue._take_number(model.name);
     has_table := to_regclass(format('pgqueue.messages_%s', model.queue_id)) is not null;
     if has_table and (model.priorities or coalesce(model.group_limit, model.max_in_flight) is not null) then
-        perform pgqueue._drop_partition_left(model.queue_id);
+        -- The claims of the new queue take the messages over.
+        update pgqueue.messages m set kind = null where m.kind = 1000 + model.queue_id;
+        execute format('drop table pgqueue.messages_%s cascade', model.queue_id);
         has_table := false;
     end if;
     if model.dedicated and not has_table then
