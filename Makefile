@@ -5,7 +5,7 @@ STATE = schema types tables dump
 # A module calls only modules before it. The core knows no room. grants comes last, because it names all functions.
 CORE = errors access clock registers keys locks kinds hooks notify finish queue drop dedup enqueue sweep_state slices sweep groups priorities limits claim receive extend ack nack exchange \
 	dead_letter expire peek browse stats wake findings doctor leftovers
-ROOMS = claim_any dead_letter_to archive streams batches sink topics schedules cancel wire transport routing contract idle results compact
+ROOMS = claim_any archive streams batches sink topics schedules cancel wire transport routing contract idle results compact
 BEHAVIOUR = $(CORE) $(ROOMS) grants
 
 VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)

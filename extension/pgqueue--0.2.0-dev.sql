@@ -1922,7 +1922,7 @@ begin
     return ids <> '{}';
 end;
 $$;
--- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
+-- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.
@@ -3924,8 +3924,8 @@ begin
     end if;
 end;
 $$;
--- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
--- time. Claims and sweeps call it.
+-- Moves due messages and dead letters that go to another queue, and removes messages that have no attempts left or have
+-- expired, in slices of bounded size and time. Claims and sweeps call it.
 
 -- Returns how many messages were moved, and the ids of those that have not expired. Records each id in
 -- requeued_messages, as the walk may never reach that id again.
@@ -4127,6 +4127,96 @@ begin
         exit when cardinality(ids) < 1000 or removed >= wanted or not pgqueue._has_time();
     end loop;
     return removed;
+end;
+$$;
+
+create function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
+language sql immutable parallel safe as $$
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
+    select case
+        when added is null or jsonb_typeof(own) <> 'object' then own
+        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
+        else coalesce(own, '{}') || added
+    end
+$$;
+
+-- Opens a cursor over dead letters for _fetch_slice, lowest id first, with ids only over those. It locks what it reads.
+create function pgqueue._open_dead_letters(queue_name text, ids bigint[], wanted int, waits boolean)
+returns refcursor
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+    dead refcursor;
+begin
+    open dead for execute
+        'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
+        ' from pgqueue.dead_messages d'
+        || case
+            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
+            else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
+        end
+        || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
+    using queue_name, ids, wanted;
+    return dead;
+end;
+$$;
+
+-- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
+create function pgqueue._send_dead_letters(places tid[], target pgqueue.queues) returns int
+language plpgsql volatile as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    n int;
+begin
+    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
+    with gone as (
+        delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
+    )
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
+        kind
+    )
+    select
+        -- The claim whose sweep this is looks for messages that were visible when it began.
+        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
+        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
+            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
+        g.last_error, g.transport_headers, target.kind
+    from gone g
+    order by g.id;
+    get diagnostics n = row_count;
+    if pgqueue._count('enqueued', target.name, n) > 0 then
+        perform pgqueue._wake_if_waiting(target, at);
+    end if;
+    return n;
+end;
+$$;
+
+-- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them send
+-- them as new messages, so no claim waits for the other queue.
+create function pgqueue._take_dead_letters(q pgqueue.queues) returns void
+language plpgsql volatile as $$
+declare
+    source pgqueue.queues;
+    dead refcursor;
+    places tid[];
+    slices_left int := 8;
+begin
+    for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
+        continue when not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= (pgqueue._sweep_state_of(source.name, '-infinity')).first_id);
+        select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
+        while slices_left > 0 and pgqueue._has_time() loop
+            places := (pgqueue._fetch_slice(dead)).places;
+            exit when places = '{}';
+            perform pgqueue._send_dead_letters(places, q);
+            slices_left := slices_left - 1;
+        end loop;
+        close dead;
+    end loop;
+exception when disk_full then
+    -- They stay in the other queues for a later sweep.
+    null;
 end;
 $$;
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
@@ -4354,15 +4444,10 @@ $$;
 
 create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
-declare
-    handler regproc;
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
-        -- A handler must not wait for a lock or raise an error.
-        for handler in select h from pgqueue._handlers('_on_queue_sweeping_') as h loop
-            execute format('select %s($1)', handler) using q;
-        end loop;
+        perform pgqueue._take_dead_letters(q);
     end if;
 end;
 $$;
@@ -5936,16 +6021,6 @@ begin
 end;
 $$;
 
-create function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
-language sql immutable parallel safe as $$
-    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
-    select case
-        when added is null or jsonb_typeof(own) <> 'object' then own
-        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
-        else coalesce(own, '{}') || added
-    end
-$$;
-
 create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
 ) returns void
@@ -6324,57 +6399,6 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. It reads all messages in flight, about 2 s for a million, and a statement_timeout
 that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
--- Opens a cursor over dead letters for _fetch_slice, lowest id first, with ids only over those. It locks what it reads.
-create function pgqueue._open_dead_letters(queue_name text, ids bigint[], wanted int, waits boolean)
-returns refcursor
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-declare
-    dead refcursor;
-begin
-    open dead for execute
-        'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
-        ' from pgqueue.dead_messages d'
-        || case
-            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
-            else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
-        end
-        || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
-    using queue_name, ids, wanted;
-    return dead;
-end;
-$$;
-
--- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
-create function pgqueue._send_dead_letters(places tid[], target pgqueue.queues) returns int
-language plpgsql volatile as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    n int;
-begin
-    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
-    with gone as (
-        delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
-    )
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
-        kind
-    )
-    select
-        -- The claim whose sweep this is looks for messages that were visible when it began.
-        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
-        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
-            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
-        g.last_error, g.transport_headers, target.kind
-    from gone g
-    order by g.id;
-    get diagnostics n = row_count;
-    if pgqueue._count('enqueued', target.name, n) > 0 then
-        perform pgqueue._wake_if_waiting(target, at);
-    end if;
-    return n;
-end;
-$$;
-
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
     max_messages int default 1000,
@@ -6510,6 +6534,37 @@ comment on function pgqueue.purge_dead_messages is
 no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
 its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+
+create function pgqueue._on_queue_changed_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+returns void language plpgsql volatile as $$
+begin
+    if after.name is null then
+        -- A later queue of this name, perhaps of another owner, gets no dead letters.
+        update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = before.name;
+    end if;
+    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
+        return;
+    end if;
+    perform pgqueue._get_locked_queue(after.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    if exists (
+        with recursive chain as (
+            select after.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = after.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', after.name));
+    end if;
+    -- The other queue gets the dead letters that exist already.
+    perform pg_notify(pgqueue.channel(after.dead_letter_to), '');
+end;
+$$;
 
 create function pgqueue._findings_of_held_groups(q pgqueue.queues) returns setof pgqueue.finding
 language sql volatile as $$
@@ -8093,66 +8148,6 @@ comment on function pgqueue.claim_any is
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
 not looked at, nor those that come after ten queues with group_limit that had messages. Raises 22023, PQ001.';
--- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
--- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
-
-create function pgqueue._on_queue_changed_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
-returns void language plpgsql volatile as $$
-begin
-    if after.name is null then
-        -- A later queue of this name, perhaps of another owner, gets no dead letters.
-        update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = before.name;
-    end if;
-    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
-        return;
-    end if;
-    perform pgqueue._get_locked_queue(after.dead_letter_to);
-    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
-    -- such a name.
-    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
-    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    if exists (
-        with recursive chain as (
-            select after.dead_letter_to as name
-            union
-            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
-        )
-        select from chain c where c.name = after.name
-    ) then
-        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
-            format('a queue whose dead letters do not come back to queue %L', after.name));
-    end if;
-    -- The other queue gets the dead letters that exist already.
-    perform pg_notify(pgqueue.channel(after.dead_letter_to), '');
-end;
-$$;
-
-create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-declare
-    source pgqueue.queues;
-    dead refcursor;
-    places tid[];
-    slices_left int := 8;
-begin
-    for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
-        continue when not exists (
-            select from pgqueue.dead_messages d
-            where d.queue_name = source.name and d.id >= (pgqueue._sweep_state_of(source.name, '-infinity')).first_id);
-        select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
-        while slices_left > 0 and pgqueue._has_time() loop
-            places := (pgqueue._fetch_slice(dead)).places;
-            exit when places = '{}';
-            perform pgqueue._send_dead_letters(places, q);
-            slices_left := slices_left - 1;
-        end loop;
-        close dead;
-    end loop;
-exception when disk_full then
-    -- They stay in the other queues for a later sweep.
-    null;
-end;
-$$;
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.

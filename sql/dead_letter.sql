@@ -21,57 +21,6 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. It reads all messages in flight, about 2 s for a million, and a statement_timeout
 that is shorter cancels it. Expired messages that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
--- Opens a cursor over dead letters for _fetch_slice, lowest id first, with ids only over those. It locks what it reads.
-create or replace function pgqueue._open_dead_letters(queue_name text, ids bigint[], wanted int, waits boolean)
-returns refcursor
-language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-declare
-    dead refcursor;
-begin
-    open dead for execute
-        'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
-        ' from pgqueue.dead_messages d'
-        || case
-            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
-            else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
-        end
-        || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
-    using queue_name, ids, wanted;
-    return dead;
-end;
-$$;
-
--- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
-create or replace function pgqueue._send_dead_letters(places tid[], target pgqueue.queues) returns int
-language plpgsql volatile as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    n int;
-begin
-    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
-    with gone as (
-        delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
-    )
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
-        kind
-    )
-    select
-        -- The claim whose sweep this is looks for messages that were visible when it began.
-        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
-        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
-            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
-        g.last_error, g.transport_headers, target.kind
-    from gone g
-    order by g.id;
-    get diagnostics n = row_count;
-    if pgqueue._count('enqueued', target.name, n) > 0 then
-        perform pgqueue._wake_if_waiting(target, at);
-    end if;
-    return n;
-end;
-$$;
-
 create or replace function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
     max_messages int default 1000,
@@ -207,6 +156,37 @@ comment on function pgqueue.purge_dead_messages is
 no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
 has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
 its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+
+create or replace function pgqueue._on_queue_changed_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+returns void language plpgsql volatile as $$
+begin
+    if after.name is null then
+        -- A later queue of this name, perhaps of another owner, gets no dead letters.
+        update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = before.name;
+    end if;
+    if after.dead_letter_to is null or after.dead_letter_to = before.dead_letter_to then
+        return;
+    end if;
+    perform pgqueue._get_locked_queue(after.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    if exists (
+        with recursive chain as (
+            select after.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = after.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', after.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', after.name));
+    end if;
+    -- The other queue gets the dead letters that exist already.
+    perform pg_notify(pgqueue.channel(after.dead_letter_to), '');
+end;
+$$;
 
 create or replace function pgqueue._findings_of_held_groups(q pgqueue.queues) returns setof pgqueue.finding
 language sql volatile as $$

@@ -1,4 +1,4 @@
--- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
+-- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.

@@ -16,16 +16,6 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
-language sql immutable parallel safe as $$
-    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
-    select case
-        when added is null or jsonb_typeof(own) <> 'object' then own
-        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
-        else coalesce(own, '{}') || added
-    end
-$$;
-
 create or replace function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
 ) returns void

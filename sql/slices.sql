@@ -1,5 +1,5 @@
--- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
--- time. Claims and sweeps call it.
+-- Moves due messages and dead letters that go to another queue, and removes messages that have no attempts left or have
+-- expired, in slices of bounded size and time. Claims and sweeps call it.
 
 -- Returns how many messages were moved, and the ids of those that have not expired. Records each id in
 -- requeued_messages, as the walk may never reach that id again.
@@ -201,5 +201,95 @@ begin
         exit when cardinality(ids) < 1000 or removed >= wanted or not pgqueue._has_time();
     end loop;
     return removed;
+end;
+$$;
+
+create or replace function pgqueue._merged_headers(own jsonb, added jsonb) returns jsonb
+language sql immutable parallel safe as $$
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
+    select case
+        when added is null or jsonb_typeof(own) <> 'object' then own
+        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
+        else coalesce(own, '{}') || added
+    end
+$$;
+
+-- Opens a cursor over dead letters for _fetch_slice, lowest id first, with ids only over those. It locks what it reads.
+create or replace function pgqueue._open_dead_letters(queue_name text, ids bigint[], wanted int, waits boolean)
+returns refcursor
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+    dead refcursor;
+begin
+    open dead for execute
+        'select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes'
+        ' from pgqueue.dead_messages d'
+        || case
+            when ids is null then ' where d.queue_name = $1 and d.id >= (pgqueue._sweep_state_of($1, ''-infinity'')).first_id'
+            else ', pgqueue._lookup_keys($1, $2) k where pgqueue._matches_key(d.queue_name, d.id, $1, k.names, k.ids, k.id)'
+        end
+        || ' order by d.id limit $3 for update of d' || case when waits then '' else ' skip locked' end
+    using queue_name, ids, wanted;
+    return dead;
+end;
+$$;
+
+-- The caller has locked the dead letters. If the headers do not fit, they are sent without pgqueue.dead_letter.
+create or replace function pgqueue._send_dead_letters(places tid[], target pgqueue.queues) returns int
+language plpgsql volatile as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    n int;
+begin
+    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
+    with gone as (
+        delete from pgqueue.dead_messages d where d.ctid = any (places) returning d.*
+    )
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
+        kind
+    )
+    select
+        -- The claim whose sweep this is looks for messages that were visible when it began.
+        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
+        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
+            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
+        g.last_error, g.transport_headers, target.kind
+    from gone g
+    order by g.id;
+    get diagnostics n = row_count;
+    if pgqueue._count('enqueued', target.name, n) > 0 then
+        perform pgqueue._wake_if_waiting(target, at);
+    end if;
+    return n;
+end;
+$$;
+
+-- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them send
+-- them as new messages, so no claim waits for the other queue.
+create or replace function pgqueue._take_dead_letters(q pgqueue.queues) returns void
+language plpgsql volatile as $$
+declare
+    source pgqueue.queues;
+    dead refcursor;
+    places tid[];
+    slices_left int := 8;
+begin
+    for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
+        continue when not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= (pgqueue._sweep_state_of(source.name, '-infinity')).first_id);
+        select d into dead from pgqueue._open_dead_letters(source.name, null, 1000, false) as d;
+        while slices_left > 0 and pgqueue._has_time() loop
+            places := (pgqueue._fetch_slice(dead)).places;
+            exit when places = '{}';
+            perform pgqueue._send_dead_letters(places, q);
+            slices_left := slices_left - 1;
+        end loop;
+        close dead;
+    end loop;
+exception when disk_full then
+    -- They stay in the other queues for a later sweep.
+    null;
 end;
 $$;

@@ -223,15 +223,10 @@ $$;
 
 create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz) returns void
 language plpgsql volatile as $$
-declare
-    handler regproc;
 begin
     perform pgqueue._call_if_due('housekeeping', at), pgqueue._call_if_due('maintenance', at);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
-        -- A handler must not wait for a lock or raise an error.
-        for handler in select h from pgqueue._handlers('_on_queue_sweeping_') as h loop
-            execute format('select %s($1)', handler) using q;
-        end loop;
+        perform pgqueue._take_dead_letters(q);
     end if;
 end;
 $$;
