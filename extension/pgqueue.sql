@@ -1387,12 +1387,9 @@ $$;
 
 create function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
 begin
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-    end loop;
+    execute format('drop sequence if exists %s cascade', (
+        select string_agg(pgqueue._sequence_name(r, queue_name), ', ') from unnest(pgqueue._counter_roles()) as r));
 end;
 $$;
 
@@ -1636,8 +1633,8 @@ begin
     -- reads it locks the register, because the catalog cache of this session can be stale.
     if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
         if q.name is null or pg_relation_size(q.fresh_from_id) is null then
-            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through
-            -- the unique index. If there is no such queue, the error raised below rolls the insert back.
+            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it
+            -- through the unique index. If there is no such queue, the error raised below rolls the insert back.
             if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name)
                 and not current_setting('transaction_read_only')::boolean
             then
@@ -1717,30 +1714,24 @@ language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
--- Creates a partition for one queue, with the indexes of the table model. Its name contains the number of the queue, as
--- the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
+-- Creates a partition for one queue, with the indexes of the shared table. Its name contains the number of the queue,
+-- as the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
 -- without rows.
-create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
+create function pgqueue._create_partition(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    partition constant text := format('messages_%s', queue_id);
-    option text;
+    partition constant text := format('messages_%s', q.queue_id);
 begin
     -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
     -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
     lock table only pgqueue.messages in share row exclusive mode;
-    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
-    for option in
-        select o from pg_class c cross join lateral unnest(c.reloptions) as o
-        where c.oid = 'pgqueue.messages_shared'::regclass
-    loop
-        execute format('alter table pgqueue.%I set (%I = %L)',
-            partition, split_part(option, '=', 1), split_part(option, '=', 2));
-    end loop;
-    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, pgqueue._shared_table(q));
+    execute format('alter table pgqueue.%I set (%s)', partition, (
+        select array_to_string(c.reloptions, ', ') from pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', q.name));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
     execute format(
-        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
+        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + q.queue_id);
 end;
 $$;
 
@@ -1769,21 +1760,6 @@ begin
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', q.name, verb);
     return null;
-end;
-$$;
-
-create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql stable as $$
-begin
-    perform pgqueue._raise_invalid(s.name, s.value,
-        format('unchanged for the dedicated queue %L, whose table is made for its settings', after.name))
-    from (
-        values
-        ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
-        ('priorities', after.priorities::text, after.priorities <> before.priorities),
-        ('max_in_flight', after.max_in_flight::text, after.max_in_flight is not null and before.max_in_flight is null)
-    ) s (name, value, is_changed)
-    where s.is_changed;
 end;
 $$;
 
@@ -2363,7 +2339,7 @@ begin
         has_table := false;
     end if;
     if model.dedicated and not has_table then
-        perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
+        perform pgqueue._create_partition(model);
     end if;
     model.dedicated := model.dedicated or has_table;
     model.created_at := pgqueue._now();
@@ -2529,9 +2505,15 @@ begin
     returning c.* into q;
     -- After the update, which has computed the new settings: an error undoes it.
     perform pgqueue._check_settings(q, on_dead, rate_period);
-    if q.dedicated then
-        perform pgqueue._check_dedicated(before, q);
-    end if;
+    perform pgqueue._raise_invalid(s.name, s.value,
+        format('unchanged for the dedicated queue %L, whose table is made for its settings', q.name))
+    from (
+        values
+        ('group_limit', coalesce(q.group_limit, 0)::text, (q.group_limit is null) <> (before.group_limit is null)),
+        ('priorities', q.priorities::text, q.priorities <> before.priorities),
+        ('max_in_flight', q.max_in_flight::text, q.max_in_flight is not null and before.max_in_flight is null)
+    ) s (name, value, is_changed)
+    where q.dedicated and s.is_changed;
     if q.kind is distinct from before.kind then
         q := pgqueue._change_kind(q);
     end if;
@@ -2621,25 +2603,6 @@ comment on function pgqueue.resume_queue is
 pause_queue does. Raises PQ001.';
 -- Removes queues and the messages of queues.
 
-create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
-    -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with moved as ('
-        ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m),'
-        ' scheduled as ('
-        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
-        ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
-        ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
-        pgqueue._partition_of(q))
-    using q.name, pgqueue._now();
-end;
-$$;
-
 create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean) returns bigint
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set jit = off as $$
@@ -2719,7 +2682,20 @@ begin
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._move_delayed_to_dead_letters(q);
+        -- Delayed messages become dead letters. The statement names the partition, as the parent is locked later, and
+        -- only once. The partition holds delayed messages if the relation of a transport has moved them there ahead of
+        -- time.
+        execute format(
+            'with moved as ('
+            ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m),'
+            ' scheduled as ('
+            ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
+            ' and coalesce(s.expires_at > $2, true) returning s)'
+            ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
+            ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
+            pgqueue._partition_of(q))
+        using q.name, pgqueue._now();
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;
@@ -4168,8 +4144,8 @@ begin
 end;
 $$;
 
--- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them send
--- them as new messages, so no claim waits for the other queue.
+-- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them
+-- send them as new messages, so no claim waits for the other queue.
 create function pgqueue._take_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
@@ -5074,25 +5050,6 @@ begin
 end;
 $$;
 
--- Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
--- find the others again.
-create function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
-returns bigint[] language plpgsql volatile as $$
-declare
-    ids bigint[];
-begin
-    select array_agg(w.id order by w.position) into ids
-    from (
-        select m.id, pgqueue._level_position(m) as position
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, swept_ids || walked_ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-    ) w;
-    perform pgqueue._set_levels_back(q, array(
-        select u.id from unnest(ids[wanted + 1:]) as u (id) where u.id in (select i from unnest(walked_ids) as i)));
-    return ids[:wanted];
-end;
-$$;
-
 create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -5102,6 +5059,7 @@ declare
     is_sweep_due boolean := next_sweep - now_micros not between 1 and 15000000;
     oldest_first constant boolean := random() < 0.1;
     candidate_ids bigint[] := '{}'::bigint[];
+    walked_ids bigint[];
     due_ids bigint[];
 begin
     if q.paused_at is not null then
@@ -5120,9 +5078,18 @@ begin
         candidate_ids := candidate_ids || pgqueue._walk_levels(
             q, at, candidate_ids, wanted - cardinality(candidate_ids), oldest_first);
     elsif not oldest_first then
-        -- What the sweep has found may have a lower priority than what no claim has passed.
-        candidate_ids := pgqueue._take_highest(
-            q, candidate_ids, pgqueue._walk_levels(q, at, candidate_ids, wanted, false), wanted);
+        -- What the sweep has found may have a lower priority than what no claim has passed. Later claims find again
+        -- what this one leaves.
+        walked_ids := pgqueue._walk_levels(q, at, candidate_ids, wanted, false);
+        select array_agg(w.id order by w.position) into candidate_ids
+        from (
+            select m.id, pgqueue._level_position(m) as position
+            from pgqueue.messages m, pgqueue._lookup_keys(q.name, candidate_ids || walked_ids) k
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        ) w;
+        perform pgqueue._set_levels_back(q, array(
+            select u.id from unnest(candidate_ids[wanted + 1:]) as u (id) where u.id in (select i from unnest(walked_ids) as i)));
+        candidate_ids := candidate_ids[:wanted];
     end if;
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.
@@ -10614,7 +10581,7 @@ begin
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._create_partition(q.name, q.queue_id, 'pgqueue.messages_shared');
+        perform pgqueue._create_partition(q);
         update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
         q := pgqueue._change_kind(q);
     end if;

@@ -1,24 +1,5 @@
 -- Removes queues and the messages of queues.
 
-create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues) returns void
-language plpgsql volatile as $$
-begin
-    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
-    -- messages if the relation of a transport has moved them there ahead of time.
-    execute format(
-        'with moved as ('
-        ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m),'
-        ' scheduled as ('
-        ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
-        ' and coalesce(s.expires_at > $2, true) returning s)'
-        ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
-        ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
-        pgqueue._partition_of(q))
-    using q.name, pgqueue._now();
-end;
-$$;
-
 create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean) returns bigint
 language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set jit = off as $$
@@ -98,7 +79,20 @@ begin
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._move_delayed_to_dead_letters(q);
+        -- Delayed messages become dead letters. The statement names the partition, as the parent is locked later, and
+        -- only once. The partition holds delayed messages if the relation of a transport has moved them there ahead of
+        -- time.
+        execute format(
+            'with moved as ('
+            ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m),'
+            ' scheduled as ('
+            ' delete from pgqueue.scheduled_messages s where s.queue_name = $1 and s.due_at > $2 and s.attempt_count = 0'
+            ' and coalesce(s.expires_at > $2, true) returning s)'
+            ' select pgqueue._add_dead_letter(u.m, $2, ''queue_dropped'')'
+            ' from (select (g.m)::pgqueue.messages as m from moved g union all select pgqueue._as_message(g.s) from scheduled g) u',
+            pgqueue._partition_of(q))
+        using q.name, pgqueue._now();
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;

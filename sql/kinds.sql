@@ -17,30 +17,24 @@ language sql stable as $$
     select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 
--- Creates a partition for one queue, with the indexes of the table model. Its name contains the number of the queue, as
--- the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
+-- Creates a partition for one queue, with the indexes of the shared table. Its name contains the number of the queue,
+-- as the name of a queue can be longer than an identifier. By its comment create_queue finds the table after a restore
 -- without rows.
-create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass) returns void
+create or replace function pgqueue._create_partition(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare
-    partition constant text := format('messages_%s', queue_id);
-    option text;
+    partition constant text := format('messages_%s', q.queue_id);
 begin
     -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
     -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
     lock table only pgqueue.messages in share row exclusive mode;
-    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
-    for option in
-        select o from pg_class c cross join lateral unnest(c.reloptions) as o
-        where c.oid = 'pgqueue.messages_shared'::regclass
-    loop
-        execute format('alter table pgqueue.%I set (%I = %L)',
-            partition, split_part(option, '=', 1), split_part(option, '=', 2));
-    end loop;
-    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, pgqueue._shared_table(q));
+    execute format('alter table pgqueue.%I set (%s)', partition, (
+        select array_to_string(c.reloptions, ', ') from pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', q.name));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
     execute format(
-        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
+        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + q.queue_id);
 end;
 $$;
 
@@ -69,21 +63,6 @@ begin
 exception when lock_not_available then
     perform pgqueue._raise('queue_busy', q.name, verb);
     return null;
-end;
-$$;
-
-create or replace function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues) returns void
-language plpgsql stable as $$
-begin
-    perform pgqueue._raise_invalid(s.name, s.value,
-        format('unchanged for the dedicated queue %L, whose table is made for its settings', after.name))
-    from (
-        values
-        ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
-        ('priorities', after.priorities::text, after.priorities <> before.priorities),
-        ('max_in_flight', after.max_in_flight::text, after.max_in_flight is not null and before.max_in_flight is null)
-    ) s (name, value, is_changed)
-    where s.is_changed;
 end;
 $$;
 

@@ -90,8 +90,8 @@ begin
     -- reads it locks the register, because the catalog cache of this session can be stale.
     if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
         if q.name is null or pg_relation_size(q.fresh_from_id) is null then
-            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through
-            -- the unique index. If there is no such queue, the error raised below rolls the insert back.
+            -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it
+            -- through the unique index. If there is no such queue, the error raised below rolls the insert back.
             if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name)
                 and not current_setting('transaction_read_only')::boolean
             then

@@ -87,25 +87,6 @@ begin
 end;
 $$;
 
--- Up to wanted of the messages that a sweep and a walk have locked, those with the highest priority first. Later claims
--- find the others again.
-create or replace function pgqueue._take_highest(q pgqueue.queues, swept_ids bigint[], walked_ids bigint[], wanted int)
-returns bigint[] language plpgsql volatile as $$
-declare
-    ids bigint[];
-begin
-    select array_agg(w.id order by w.position) into ids
-    from (
-        select m.id, pgqueue._level_position(m) as position
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, swept_ids || walked_ids) k
-        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-    ) w;
-    perform pgqueue._set_levels_back(q, array(
-        select u.id from unnest(ids[wanted + 1:]) as u (id) where u.id in (select i from unnest(walked_ids) as i)));
-    return ids[:wanted];
-end;
-$$;
-
 create or replace function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[] language plpgsql volatile as $$
 declare
@@ -115,6 +96,7 @@ declare
     is_sweep_due boolean := next_sweep - now_micros not between 1 and 15000000;
     oldest_first constant boolean := random() < 0.1;
     candidate_ids bigint[] := '{}'::bigint[];
+    walked_ids bigint[];
     due_ids bigint[];
 begin
     if q.paused_at is not null then
@@ -133,9 +115,18 @@ begin
         candidate_ids := candidate_ids || pgqueue._walk_levels(
             q, at, candidate_ids, wanted - cardinality(candidate_ids), oldest_first);
     elsif not oldest_first then
-        -- What the sweep has found may have a lower priority than what no claim has passed.
-        candidate_ids := pgqueue._take_highest(
-            q, candidate_ids, pgqueue._walk_levels(q, at, candidate_ids, wanted, false), wanted);
+        -- What the sweep has found may have a lower priority than what no claim has passed. Later claims find again
+        -- what this one leaves.
+        walked_ids := pgqueue._walk_levels(q, at, candidate_ids, wanted, false);
+        select array_agg(w.id order by w.position) into candidate_ids
+        from (
+            select m.id, pgqueue._level_position(m) as position
+            from pgqueue.messages m, pgqueue._lookup_keys(q.name, candidate_ids || walked_ids) k
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        ) w;
+        perform pgqueue._set_levels_back(q, array(
+            select u.id from unnest(candidate_ids[wanted + 1:]) as u (id) where u.id in (select i from unnest(walked_ids) as i)));
+        candidate_ids := candidate_ids[:wanted];
     end if;
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.

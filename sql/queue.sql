@@ -121,7 +121,7 @@ begin
         has_table := false;
     end if;
     if model.dedicated and not has_table then
-        perform pgqueue._create_partition(model.name, model.queue_id, pgqueue._shared_table(model)::regclass);
+        perform pgqueue._create_partition(model);
     end if;
     model.dedicated := model.dedicated or has_table;
     model.created_at := pgqueue._now();
@@ -287,9 +287,15 @@ begin
     returning c.* into q;
     -- After the update, which has computed the new settings: an error undoes it.
     perform pgqueue._check_settings(q, on_dead, rate_period);
-    if q.dedicated then
-        perform pgqueue._check_dedicated(before, q);
-    end if;
+    perform pgqueue._raise_invalid(s.name, s.value,
+        format('unchanged for the dedicated queue %L, whose table is made for its settings', q.name))
+    from (
+        values
+        ('group_limit', coalesce(q.group_limit, 0)::text, (q.group_limit is null) <> (before.group_limit is null)),
+        ('priorities', q.priorities::text, q.priorities <> before.priorities),
+        ('max_in_flight', q.max_in_flight::text, q.max_in_flight is not null and before.max_in_flight is null)
+    ) s (name, value, is_changed)
+    where q.dedicated and s.is_changed;
     if q.kind is distinct from before.kind then
         q := pgqueue._change_kind(q);
     end if;

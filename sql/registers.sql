@@ -155,12 +155,9 @@ $$;
 
 create or replace function pgqueue._drop_counters(queue_name text) returns void
 language plpgsql volatile set client_min_messages = warning as $$
-declare
-    role text;
 begin
-    foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
-    end loop;
+    execute format('drop sequence if exists %s cascade', (
+        select string_agg(pgqueue._sequence_name(r, queue_name), ', ') from unnest(pgqueue._counter_roles()) as r));
 end;
 $$;
 

@@ -265,8 +265,8 @@ begin
 end;
 $$;
 
--- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them send
--- them as new messages, so no claim waits for the other queue.
+-- Claims of other queues write their dead letters to dead_messages as ever. The sweeps of the queue that takes them
+-- send them as new messages, so no claim waits for the other queue.
 create or replace function pgqueue._take_dead_letters(q pgqueue.queues) returns void
 language plpgsql volatile as $$
 declare

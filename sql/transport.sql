@@ -144,7 +144,7 @@ begin
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._create_partition(q.name, q.queue_id, 'pgqueue.messages_shared');
+        perform pgqueue._create_partition(q);
         update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
         q := pgqueue._change_kind(q);
     end if;
