@@ -381,14 +381,7 @@ begin
     if stream_skip.ids is not null then
         wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
     end if;
-    for m in
-        delete from pgqueue.messages c
-        using pgqueue._lookup_keys(q.name, wanted) k
-        where (c.kind = q.kind or c.kind is null)
-            and pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(c, s.claim_token)
-        returning c.*
-    loop
+    for m in select d.* from pgqueue._delete_messages(q.name, q.kind, wanted, s.claim_token) d loop
         perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
             coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._with_number(s.replays, 'replay'))),
