@@ -4925,9 +4925,6 @@ declare
     due_ids bigint[];
     ungrouped_ids bigint[];
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while their groups are blocked.
         due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
@@ -5085,9 +5082,6 @@ declare
     walked_ids bigint[];
     due_ids bigint[];
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while others have a higher priority.
         due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
@@ -5313,9 +5307,6 @@ declare
     last_id bigint;
     swept boolean := false;
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
@@ -5483,6 +5474,10 @@ begin
     end if;
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    if q.paused_at is not null then
+        ids := '{}';
+        return;
     end if;
     -- Messages that plain SQL has sent to a queue that is not plain.
     if pg_sequence_last_value(q.next_sweep_at) <= pgqueue._to_micros(at) and pgqueue._adopt_messages(q) then

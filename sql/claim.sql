@@ -36,9 +36,6 @@ declare
     last_id bigint;
     swept boolean := false;
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
@@ -206,6 +203,10 @@ begin
     end if;
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    if q.paused_at is not null then
+        ids := '{}';
+        return;
     end if;
     -- Messages that plain SQL has sent to a queue that is not plain.
     if pg_sequence_last_value(q.next_sweep_at) <= pgqueue._to_micros(at) and pgqueue._adopt_messages(q) then

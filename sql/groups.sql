@@ -320,9 +320,6 @@ declare
     due_ids bigint[];
     ungrouped_ids bigint[];
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while their groups are blocked.
         due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));

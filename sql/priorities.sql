@@ -99,9 +99,6 @@ declare
     walked_ids bigint[];
     due_ids bigint[];
 begin
-    if q.paused_at is not null then
-        return candidate_ids;
-    end if;
     if first_due <= now_micros then
         -- Moved messages stay in messages while others have a higher priority.
         due_ids := pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
