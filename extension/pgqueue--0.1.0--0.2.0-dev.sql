@@ -534,14 +534,6 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
--- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
--- installation that is no extension, it may have another.
-create or replace function pgqueue._has_current_key_lookup() returns boolean
-language sql stable as $$
-    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
-        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
-$$;
-
 -- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
 -- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`
 -- would sort all messages: the planner cannot know that only the partition with this index is left at run time.
@@ -1564,10 +1556,8 @@ begin
     -- Not in a declaration: the handler below does not cover those.
     perform pgqueue._get_locked_queue(queue_name);
     select queues.* into before from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
-    if not alter_queue.counters and before.counters then
-        perform pgqueue._raise_invalid('counters', 'false',
-            format('true or null: calls use the counters of queue %L without a lock on the queue', before.name));
-    end if;
+    perform pgqueue._require(coalesce(alter_queue.counters, true) or not before.counters, 'counters', 'false',
+        format('true or null: calls use the counters of queue %L without a lock on the queue', before.name));
     update pgqueue.queues c
     set visibility_timeout = coalesce(alter_queue.visibility_timeout, c.visibility_timeout),
         max_attempts = case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, c.max_attempts) end,
@@ -4806,11 +4796,12 @@ counted. A queue with max_in_flight is refused with 22023, because other session
 22023, PQ001.';
 -- Extends claims: sets a new end for claims that the caller still holds.
 
-create or replace function pgqueue._check_claim(id bigint, claim_token uuid) returns void
+create or replace function pgqueue._check_claim(id bigint, claim_token uuid, ids bigint[] default '{}') returns void
 language plpgsql stable as $$
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
+    if id is null or ids is null then
+        perform pgqueue._raise_invalid(case when id is null then 'id' else 'ids' end, null,
+            case when id is null then 'the id of a claimed message' else 'an array of ids of claimed messages' end);
     end if;
     if claim_token is null then
         perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that claim returned');
@@ -4892,10 +4883,7 @@ set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bit
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(0, claim_token, ids), pgqueue._check_visibility_timeout(visibility_timeout);
     return query select pgqueue._extend_held(q, ids, claim_token, visibility_timeout);
 end;
 $$;
@@ -4992,10 +4980,7 @@ begin
         acked := case when claim_token is null then 0 else cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token)) end;
     end if;
     if acked = 0 then
-        if ids is null then
-            perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-        end if;
-        perform pgqueue._check_claim(0, claim_token);
+        perform pgqueue._check_claim(0, claim_token, ids);
         perform pgqueue._get_locked_queue(queue_name);
     end if;
     return pgqueue._count('acknowledged', queue_name, acked);
@@ -5187,9 +5172,7 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
-    if reason is null or reason not in ('rejected', 'attempts_exhausted') then
-        perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
-    end if;
+    perform pgqueue._require(reason in ('rejected', 'attempts_exhausted'), 'reason', reason, 'rejected or attempts_exhausted');
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
@@ -5215,9 +5198,8 @@ declare
     m pgqueue.messages;
 begin
     perform pgqueue._check_failure(id, delay, headers);
-    if attempt_count is null or attempt_count < 1 then
-        perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
-    end if;
+    perform pgqueue._require(
+        attempt_count >= 1, 'attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
     delete from pgqueue.messages c
     where c.queue_name = q.name and c.id = (
         select f.id from pgqueue.messages f
@@ -5299,10 +5281,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token);
+    perform pgqueue._check_claim(0, claim_token, ids);
     return pgqueue._release_held(q, ids, claim_token, at);
 end;
 $$;
@@ -5750,9 +5729,8 @@ declare
     some_came_back boolean;
     sample record;
 begin
-    if max_records is null or max_records not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
-    end if;
+    perform pgqueue._require(
+        max_records between 1 and 10000, 'max_records', max_records::text, 'an integer from 1 to 10000');
     if q.max_in_flight is not null or q.rate_limit is not null then
         max_records := greatest(0, pgqueue._allowed_messages(q, at, max_records));
     end if;
@@ -6408,9 +6386,8 @@ declare
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or not pgqueue._is_interval_between(timeout, '0', '1 day') then
-        perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
-    end if;
+    perform pgqueue._require(
+        pgqueue._is_interval_between(timeout, '0', '1 day'), 'timeout', timeout::text, 'an interval from 0 to 1 day');
     until := pgqueue._now() + timeout;
     perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
     -- A transaction that is sending now has read the register before this call, and will not notify.
@@ -6958,7 +6935,9 @@ language sql volatile as $$
         'warning', null::text, 'unfit_keys',
         'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup()
+    -- After pg_upgrade, or a restore of an installation that is no extension.
+    where (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
+        <> case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
     union all
     select
         'error', null::text, 'sequence_cache',
@@ -9256,9 +9235,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     place tid;
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a message');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'the id of a message');
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     -- Only the primary key has the order of the ids: with `=`, a plan could read the whole queue through another index.
     -- The place is used by a statement of its own, whose snapshot shows the row version that is locked.
@@ -9302,10 +9279,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     id bigint;
 begin
-    if dedup_key is null then
-        perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
-    end if;
-    perform pgqueue._check_keys(array[dedup_key], null, null);
+    perform pgqueue._require(char_length(dedup_key) between 1 and 255, 'dedup_key', left(dedup_key, 300), '1 to 255 characters');
     id := (
         select k.id
         from pgqueue._read_dedup_keys(
@@ -9340,9 +9314,7 @@ declare
     new_due_at constant timestamptz := greatest(due_at, at);
     place tid;
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a message');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'the id of a message');
     perform pgqueue._require(new_due_at <= pgqueue._add_interval(at, '3652.5 days'), 'due_at', due_at::text,
         'a time up to 10 years (3652.5 days) ahead, or null for now');
     perform pgqueue._require(

@@ -66,10 +66,7 @@ begin
         acked := case when claim_token is null then 0 else cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token)) end;
     end if;
     if acked = 0 then
-        if ids is null then
-            perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-        end if;
-        perform pgqueue._check_claim(0, claim_token);
+        perform pgqueue._check_claim(0, claim_token, ids);
         perform pgqueue._get_locked_queue(queue_name);
     end if;
     return pgqueue._count('acknowledged', queue_name, acked);

@@ -9,9 +9,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     place tid;
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a message');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'the id of a message');
     -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     -- Only the primary key has the order of the ids: with `=`, a plan could read the whole queue through another index.
     -- The place is used by a statement of its own, whose snapshot shows the row version that is locked.
@@ -55,10 +53,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     id bigint;
 begin
-    if dedup_key is null then
-        perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
-    end if;
-    perform pgqueue._check_keys(array[dedup_key], null, null);
+    perform pgqueue._require(char_length(dedup_key) between 1 and 255, 'dedup_key', left(dedup_key, 300), '1 to 255 characters');
     id := (
         select k.id
         from pgqueue._read_dedup_keys(
@@ -93,9 +88,7 @@ declare
     new_due_at constant timestamptz := greatest(due_at, at);
     place tid;
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a message');
-    end if;
+    perform pgqueue._require(id is not null, 'id', null, 'the id of a message');
     perform pgqueue._require(new_due_at <= pgqueue._add_interval(at, '3652.5 days'), 'due_at', due_at::text,
         'a time up to 10 years (3652.5 days) ahead, or null for now');
     perform pgqueue._require(

@@ -180,7 +180,9 @@ language sql volatile as $$
         'warning', null::text, 'unfit_keys',
         'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
-    where not pgqueue._has_current_key_lookup()
+    -- After pg_upgrade, or a restore of an installation that is no extension.
+    where (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
+        <> case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
     union all
     select
         'error', null::text, 'sequence_cache',

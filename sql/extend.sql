@@ -1,10 +1,11 @@
 -- Extends claims: sets a new end for claims that the caller still holds.
 
-create or replace function pgqueue._check_claim(id bigint, claim_token uuid) returns void
+create or replace function pgqueue._check_claim(id bigint, claim_token uuid, ids bigint[] default '{}') returns void
 language plpgsql stable as $$
 begin
-    if id is null then
-        perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
+    if id is null or ids is null then
+        perform pgqueue._raise_invalid(case when id is null then 'id' else 'ids' end, null,
+            case when id is null then 'the id of a claimed message' else 'an array of ids of claimed messages' end);
     end if;
     if claim_token is null then
         perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that claim returned');
@@ -86,10 +87,7 @@ set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bit
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(0, claim_token, ids), pgqueue._check_visibility_timeout(visibility_timeout);
     return query select pgqueue._extend_held(q, ids, claim_token, visibility_timeout);
 end;
 $$;

@@ -30,14 +30,6 @@ $$;
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
--- Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
--- installation that is no extension, it may have another.
-create or replace function pgqueue._has_current_key_lookup() returns boolean
-language sql stable as $$
-    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
-        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
-$$;
-
 -- Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind
 -- have. A search by _group_position or _level_position finds the messages in the order of its index. An `order by`
 -- would sort all messages: the planner cannot know that only the partition with this index is left at run time.

@@ -153,9 +153,7 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
-    if reason is null or reason not in ('rejected', 'attempts_exhausted') then
-        perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
-    end if;
+    perform pgqueue._require(reason in ('rejected', 'attempts_exhausted'), 'reason', reason, 'rejected or attempts_exhausted');
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
@@ -181,9 +179,8 @@ declare
     m pgqueue.messages;
 begin
     perform pgqueue._check_failure(id, delay, headers);
-    if attempt_count is null or attempt_count < 1 then
-        perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
-    end if;
+    perform pgqueue._require(
+        attempt_count >= 1, 'attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
     delete from pgqueue.messages c
     where c.queue_name = q.name and c.id = (
         select f.id from pgqueue.messages f
@@ -265,10 +262,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token);
+    perform pgqueue._check_claim(0, claim_token, ids);
     return pgqueue._release_held(q, ids, claim_token, at);
 end;
 $$;

@@ -63,9 +63,8 @@ declare
     some_came_back boolean;
     sample record;
 begin
-    if max_records is null or max_records not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
-    end if;
+    perform pgqueue._require(
+        max_records between 1 and 10000, 'max_records', max_records::text, 'an integer from 1 to 10000');
     if q.max_in_flight is not null or q.rate_limit is not null then
         max_records := greatest(0, pgqueue._allowed_messages(q, at, max_records));
     end if;

@@ -256,10 +256,8 @@ begin
     -- Not in a declaration: the handler below does not cover those.
     perform pgqueue._get_locked_queue(queue_name);
     select queues.* into before from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
-    if not alter_queue.counters and before.counters then
-        perform pgqueue._raise_invalid('counters', 'false',
-            format('true or null: calls use the counters of queue %L without a lock on the queue', before.name));
-    end if;
+    perform pgqueue._require(coalesce(alter_queue.counters, true) or not before.counters, 'counters', 'false',
+        format('true or null: calls use the counters of queue %L without a lock on the queue', before.name));
     update pgqueue.queues c
     set visibility_timeout = coalesce(alter_queue.visibility_timeout, c.visibility_timeout),
         max_attempts = case alter_queue.max_attempts when 0 then 2147483647 else coalesce(alter_queue.max_attempts, c.max_attempts) end,

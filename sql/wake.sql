@@ -112,9 +112,8 @@ declare
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or not pgqueue._is_interval_between(timeout, '0', '1 day') then
-        perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
-    end if;
+    perform pgqueue._require(
+        pgqueue._is_interval_between(timeout, '0', '1 day'), 'timeout', timeout::text, 'an interval from 0 to 1 day');
     until := pgqueue._now() + timeout;
     perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
     -- A transaction that is sending now has read the register before this call, and will not notify.
