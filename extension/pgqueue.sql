@@ -5239,28 +5239,6 @@ $$;
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
-create function pgqueue._walk_from(
-    q pgqueue.queues, from_id bigint, taken bigint[], at timestamptz, wanted int
-) returns bigint[]
-language plpgsql volatile as $$
-begin
-    if q.kind is not null then
-        return array(
-            select m.id from pgqueue.messages m
-            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
-                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-            order by m.id limit wanted for update skip locked
-        );
-    end if;
-    return array(
-        select m.id from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
-            and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-        order by m.id limit wanted for update skip locked
-    );
-end;
-$$;
-
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
 ) returns bigint[]
@@ -5293,8 +5271,20 @@ begin
             swept := true;
             candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
-        if cardinality(candidate_ids) < wanted then
-            found_ids := pgqueue._walk_from(q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
+        if cardinality(candidate_ids) < wanted and q.kind is not null then
+            found_ids := array(
+                select m.id from pgqueue.messages m
+                where m.kind = q.kind and m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+                order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
+            );
+        elsif cardinality(candidate_ids) < wanted then
+            found_ids := array(
+                select m.id from pgqueue.messages_shared m
+                where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+                order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
+            );
         end if;
     end if;
     last_id := found_ids[cardinality(found_ids)];
