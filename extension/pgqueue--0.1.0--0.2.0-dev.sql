@@ -56,6 +56,11 @@ drop function pgqueue._reserve_queue;
 drop function pgqueue._findings_of_routing;
 drop function pgqueue._is_spent(pgqueue.messages, timestamptz);
 drop function pgqueue._is_spent(pgqueue.messages_shared, timestamptz);
+drop function pgqueue._check_claim, pgqueue._check_dedicated, pgqueue._check_settings, pgqueue._create_partition;
+drop function pgqueue._drop_partition_left, pgqueue._free_dedup_key, pgqueue._has_current_key_lookup;
+drop function pgqueue._last_id_from, pgqueue._move_delayed_to_dead_letters, pgqueue._refuse_missing_queue;
+drop function pgqueue._on_queue_sweeping_dead_letter_to, pgqueue._take_highest, pgqueue._walk_from;
+drop function pgqueue._with_new_registers;
 -- The errors, each with its SQLSTATE, message and hint. Those of rooms whose text needs more than names and numbers
 -- stand at the top of their files.
 
