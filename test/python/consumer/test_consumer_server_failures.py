@@ -10,28 +10,12 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
+import consumers
 import psutil
 import psycopg
 import pytest
 from clients import PATIENCE, Connection, connect, is_empty, wait_for
-from consumers import (
-    LONG,
-    MIXED,
-    OTHER_PAIR,
-    PAIR,
-    SECOND,
-    Case,
-    Form,
-    Step,
-    are_idle,
-    cut,
-    each_of,
-    extend_often,
-    prepare,
-    rows,
-    until,
-    waits,
-)
+from consumers import LONG, OTHER_PAIR, PAIR, Case, Form, Step, each_of, extend_often, prepare, rows, until, waits
 
 import pgqueue
 from pgqueue.consumer.runtime import Runtime
@@ -78,8 +62,8 @@ def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(case: Case
     with case.consuming(concurrency=1, peek_delay=LONG) as run:
         wait_for(case.waits)
         # It says so before the statement that does has ended.
-        wait_for(lambda: are_idle(case.connection, case.name))
-        assert cut(case.connection, case.name)
+        wait_for(lambda: consumers.are_idle(case.connection, case.name))
+        assert consumers.cut(case.connection, case.name)
         queue.enqueue(2)
         wait_for(case.is_empty)
     assert run.attempts == [1, 1]
@@ -160,7 +144,7 @@ def test_a_message_whose_claim_a_server_crash_undid_is_delivered_again(form: For
             wait_for(lambda: is_empty(connection, name))
 
 
-@each_of(MIXED)
+@each_of(consumers.MIXED)
 def test_connections_that_a_server_opens_read_only_are_replaced_once_it_writes(case: Case) -> None:
     queue = case.prepare()
     options = ["-c default_transaction_read_only=on"]
@@ -308,7 +292,7 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
         server = stack.enter_context(EmbeddedServer(durable=False))
         connection = stack.enter_context(connect(server.dsn))
         pgqueue.install(connection)
-        queue = prepare(connection, name, visibility_timeout=60 * SECOND)
+        queue = prepare(connection, name, visibility_timeout=60 * consumers.SECOND)
         queue.enqueue(1)
         run = stack.enter_context(form.consuming(server.dsn, name, until(go_on.is_set), concurrency=1))
         wait_for(lambda: run.consumer.stats.extended)
@@ -440,7 +424,7 @@ def test_a_message_sent_during_prepare_wait_is_not_missed(
             wait_for(lambda: waits(connection, name) and run.consumer.stats.listening)
             heard.clear()
             # It is told at once, but there is nothing to be had before the wait has been prepared.
-            queue.enqueue(1, delay=SECOND)
+            queue.enqueue(1, delay=consumers.SECOND)
             assert heard.wait(PATIENCE)
             connection.execute("select pg_advisory_unlock(1)")
             wait_for(lambda: run.returned == [1])

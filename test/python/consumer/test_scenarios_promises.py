@@ -7,29 +7,11 @@ from datetime import timedelta
 from threading import Event
 from typing import Any
 
+import consumers
 import psycopg
 import pytest
 from clients import PATIENCE, Connection, drop, wait_for
-from consumers import (
-    CROSSED,
-    LONG,
-    MIXED,
-    NOW,
-    PAIR,
-    PLAIN,
-    SECOND,
-    Case,
-    Form,
-    Interrupted,
-    Step,
-    each_of,
-    extend_often,
-    failing,
-    prepare,
-    steal,
-    together,
-    until,
-)
+from consumers import CROSSED, LONG, MIXED, NOW, PAIR, PLAIN, Case, Form, Step, each_of, prepare, steal, together, until
 
 import pgqueue
 from pgqueue import Reject, Retry
@@ -43,7 +25,7 @@ def test_an_idle_consumer_makes_a_dead_letter_of_a_message_whose_last_consumer_d
     (message,) = queue.claim(1, LONG, "dead")
     with case.consuming() as run:
         wait_for(case.waits)
-        assert queue.extend(message.id, message.claim_token, SECOND)  # after which the claim ends
+        assert queue.extend(message.id, message.claim_token, consumers.SECOND)  # after which the claim ends
         found = "select claimed_by, reason from pgqueue.dead_messages where queue_name = %s"
         assert wait_for(lambda: case.rows(found, case.name)) == [("dead", "attempts_exhausted")]
     assert run.returned == []
@@ -77,7 +59,7 @@ def test_no_message_is_missed_while_the_consumer_waits(case: Case) -> None:
 @together(MIXED[:2])
 def test_a_handler_may_take_longer_than_the_claim(case: Case, seconds: float) -> None:
     # A third of the timeout passes before the claim is extended. The rest is for the delays of a busy machine.
-    queue = case.prepare(visibility_timeout=15 * SECOND)
+    queue = case.prepare(visibility_timeout=15 * consumers.SECOND)
     queue.enqueue(1)
 
     async def work(step: Step) -> None:
@@ -98,7 +80,7 @@ def test_a_handler_may_take_longer_than_the_claim(case: Case, seconds: float) ->
 
 @together(CROSSED[:2])
 def test_a_claim_that_is_lost_cancels_the_handler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    extend_often(monkeypatch)
+    consumers.extend_often(monkeypatch)
     queue = case.prepare()
     new_id = queue.enqueue(1)
     case.execute(f'create table "{case.name}" (n int)')
@@ -113,7 +95,7 @@ def test_a_claim_that_is_lost_cancels_the_handler(case: Case, monkeypatch: pytes
         assert steal(case.connection, case.name) == [(new_id,)]
         wait_for(lambda: run.running == 0)
     [call] = run.calls
-    assert isinstance(call.raised, asyncio.CancelledError if case.form.is_async else Interrupted)
+    assert isinstance(call.raised, asyncio.CancelledError if case.form.is_async else consumers.Interrupted)
     assert (call.step.delivery.lost, call.step.delivery.cancelled) == (True, True)
     assert (run.failures, run.criticals, run.circuits) == ([], [], [])
     stats = run.consumer.stats
@@ -343,7 +325,7 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
     sent = case.prepare(max_attempts=2).enqueue(1)
     unreachable = psycopg.OperationalError("connection failed: Connection refused\n\tIs the server running?")
 
-    with case.consuming(failing(unreachable)):
+    with case.consuming(consumers.failing(unreachable)):
         case.dead_letters()
     about = [record for record in caplog.records if vars(record).get("message_id") == sent]
     assert {(record.name, vars(record)["queue"]) for record in about} == {("pgqueue.consumer", case.name)}
@@ -376,7 +358,7 @@ def test_hooks_that_raise_affect_no_message(case: Case) -> None:
         return call
 
     hooks: dict[str, Any] = {hook: raising(hook) for hook in ("observe", "on_critical", "on_circuit")}
-    with case.consuming(work, policy=failing(KeyError()), **hooks) as run:
+    with case.consuming(work, policy=consumers.failing(KeyError()), **hooks) as run:
         case.dead_letters()
         assert called == {"observe", "on_critical"}
         drop(case.connection, case.name)
