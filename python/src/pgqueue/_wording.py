@@ -30,10 +30,12 @@ def duration(text: str) -> timedelta:
 def format_duration(length: timedelta) -> str:
     """A duration in its two largest units, in the form that `duration` reads."""
     seconds = length.total_seconds()
+    if 0 < seconds < 60:  # rounded first: 0.9996 s is 1s, not 1e+03ms
+        seconds = float(f"{seconds:.3g}")
     if 0 < seconds < 1:
-        return f"{seconds * 1000:.3g}ms"
+        return f"{seconds * 1000:g}ms"
     if seconds < 60 and not seconds.is_integer():
-        return f"{seconds:.3g}s"
+        return f"{seconds:g}s"
     parts, rest = [], int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if rest >= size:
