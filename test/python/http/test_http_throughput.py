@@ -411,6 +411,7 @@ def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     web.create(name)
     web.enqueue(name, {}, {}, {})
     assert web.metric("pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
+    assert web.metric("pgqueue_http_messages_created", queue=name, operation="enqueued")
 
 
 def test_the_metrics_count_what_any_session_does(web: Server, site: Site) -> None:

@@ -218,8 +218,8 @@ class Metrics(Collector):
             ("kind", "status"),
             registry=self._registry,
         )
-        # By queue and operation, with the monotonic seconds at which it was counted last.
-        self._messages: dict[tuple[str, str, str, str], tuple[int, float]] = {}
+        # By queue and operation, with the seconds at which it was counted first (since 1970) and last (monotonic).
+        self._messages: dict[tuple[str, str, str, str], tuple[int, float, float]] = {}
 
     def collect(self) -> Any:
         """What the registry does not have itself."""
@@ -248,9 +248,9 @@ class Metrics(Collector):
             labels=(*_QUEUE, "operation"),
         )
         there = {place for place, _ in samples}
-        for labels, (number, at) in list(self._messages.items()):
+        for labels, (number, since, at) in list(self._messages.items()):
             if labels[:3] in there or time.monotonic() < at + _KEEP_SECONDS:
-                messages.add_metric(labels, number)
+                messages.add_metric(labels, number, since)
             else:
                 del self._messages[labels]
         yield messages
@@ -264,8 +264,8 @@ class Metrics(Collector):
         """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
-            before, _ = self._messages.get(labels, (0, 0.0))
-            self._messages[labels] = before + number, time.monotonic()
+            before, since, _ = self._messages.get(labels, (0, time.time(), 0.0))
+            self._messages[labels] = before + number, since, time.monotonic()
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""
