@@ -1740,9 +1740,10 @@ begin
     -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
     -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
     lock table only pgqueue.messages in share row exclusive mode;
-    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, pgqueue._shared_table(q));
-    execute format('alter table pgqueue.%I set (%s)', partition, (
-        select array_to_string(c.reloptions, ', ') from pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+    -- No `with` if it has no storage settings.
+    execute format('create table pgqueue.%I (like %s including defaults including indexes)%s', partition, pgqueue._shared_table(q), (
+        select format(' with (%s)', array_to_string(c.reloptions, ', '))
+        from pg_class c where c.oid = 'pgqueue.messages_shared'::regclass and c.reloptions is not null));
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', q.name));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
     execute format(

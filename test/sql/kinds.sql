@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table only pgqueue.messages in exclusive mode;
-select plan(193);
+select plan(195);
 
 -- A queue costs the others nothing.
 select pgqueue.create_queue('many-' || n, group_limit => case n % 2 when 0 then 1 end, priorities => n % 2 = 1, max_in_flight => case n % 3 when 0 then 5 end) from generate_series(1, 30) n \g /dev/null
@@ -108,6 +108,15 @@ select setseed(0.5) \g /dev/null
 select is((select c.payload from pgqueue.claim('own-ranked') c), '"high"', 'a dedicated queue can have priorities');
 select lives_ok($$ select pgqueue.alter_queue('own', group_limit => 0, priorities => false, max_in_flight => 0) $$, 'a dedicated queue accepts values that change nothing');
 select is((select k.kind > 1000 from pgqueue.queues k where k.name = 'own'), true, 'a dedicated queue keeps its kind');
+-- Its table has the storage settings of messages_shared.
+create function pg_temp.settings_of(queue text) returns text[] language sql
+as $$ select c.reloptions from pg_class c join pgqueue.queues q on c.oid = pgqueue._partition_of(q) where q.name = queue $$;
+alter table pgqueue.messages_shared set (parallel_workers = 0, autovacuum_vacuum_cost_delay = 0.5, log_autovacuum_min_duration = -1, vacuum_index_cleanup = on);
+select pgqueue.create_queue('own-set', dedicated => true) \g /dev/null
+select is(pg_temp.settings_of('own-set'), (select c.reloptions from pg_class c where c.oid = 'pgqueue.messages_shared'::regclass), 'a new dedicated table has the storage settings of messages_shared');
+select format('alter table pgqueue.messages_shared reset (%s)', string_agg(o.option_name, ', ')) from pg_class c, pg_options_to_table(c.reloptions) o where c.oid = 'pgqueue.messages_shared'::regclass \gexec
+select pgqueue.create_queue('own-unset', dedicated => true) \g /dev/null
+select is(pg_temp.settings_of('own-unset'), null, 'it has none if that has none');
 
 -- What plain SQL sends to such a queue.
 create function pg_temp.adopts(k text) returns setof text language plpgsql as $$
