@@ -1339,6 +1339,8 @@ $$;
 
 create or replace trigger find_registers
 before insert or update of fresh_from_id on pgqueue.queues for each row execute function pgqueue._find_registers();
+-- Also in sessions that have triggers disabled: they can create queues, too.
+alter table pgqueue.queues enable always trigger find_registers;
 
 create function pgqueue._register_value(register regclass) returns bigint
 language sql volatile as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;

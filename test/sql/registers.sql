@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(33);
+select plan(34);
 
 select is(pgqueue._from_micros(pgqueue._to_micros(m)), m, format('the register conversion and its inverse keep %s', m))
 from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
@@ -85,6 +85,11 @@ as $$ select array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_
 select is(pg_temp.registers('registers_dumped'), (select array[d.fresh_from_id, d.sweep_resume_id, d.next_sweep_at, d.first_due_at, d.waiting_until] from dumped d),
     'a queue that a dump has without the names of its registers gets them by its number');
 select is((select c.payload from pgqueue.claim('registers_dumped') c), '6', 'its messages are found');
+-- Programs that load data often set this.
+set local session_replication_role = replica;
+select pgqueue.create_queue('registers_replica'), pgqueue.alter_queue('registers_replica', priorities => true) \g /dev/null
+reset session_replication_role;
+select is((select count(*) from unnest(pg_temp.registers('registers_replica')) r where pg_sequence_last_value(r) is null), 0::bigint, 'a queue that is created and altered while session_replication_role is replica has registers');
 -- Triggers can be off in a restore, and come last in that of an installation by the SQL file.
 alter table pgqueue.queues disable trigger find_registers;
 update pgqueue.queues set fresh_from_id = '1', waiting_until = '2' where name = 'registers_dumped';
