@@ -27,7 +27,7 @@ begin
         where d.classoid = 'pg_catalog.pg_proc'::pg_catalog.regclass and p.proname ~ '^_'
             and p.pronamespace = 'pgqueue'::pg_catalog.regnamespace
     loop
-        execute pg_catalog.format('comment on function %s is null', commented);
+        execute pg_catalog.format('comment on routine %s is null', commented);
     end loop;
 end;
 $$;

@@ -510,6 +510,9 @@ def test_a_database_of_each_release_is_upgraded_with_all_its_messages(
         with server.database("released") as database:
             with server.connect(database) as connection:
                 connection.execute(f"create extension pgqueue version '{version}'")
+                # A routine of a user, which is no function.
+                connection.execute("create procedure pgqueue._own() language sql as ''")
+                connection.execute("comment on procedure pgqueue._own() is 'My own.'")
                 fill(connection)
             before = data(server, database)
             upgrade(server, database)
