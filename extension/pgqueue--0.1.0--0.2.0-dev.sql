@@ -25,7 +25,7 @@ begin
     for commented in
         select d.objoid from pg_catalog.pg_description d join pg_catalog.pg_proc p on p.oid = d.objoid
         where d.classoid = 'pg_catalog.pg_proc'::pg_catalog.regclass and p.proname ~ '^_'
-            and p.pronamespace = 'pgqueue'::pg_catalog.regnamespace
+            and p.pronamespace = 'pgqueue'::pg_catalog.regnamespace and pg_catalog.pg_has_role(p.proowner, 'usage')
     loop
         execute pg_catalog.format('comment on routine %s is null', commented);
     end loop;
