@@ -5,6 +5,7 @@ import contextvars
 import logging
 import typing
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,8 @@ def around(form: Form, name: str, seen: list[Any]) -> Any:
     async def surround(delivery: pgqueue.Delivery, call_next: Any) -> None:
         got = name, delivery.message.payload, delivery.connection is None
         seen.append(("begin", *got))
+        with suppress(TimeoutError):  # What is cancelled before it begins runs nothing of the handler.
+            await asyncio.wait_for(call_next(), 0) if form.is_async else None
         try:
             assert await call_next() is None
         finally:

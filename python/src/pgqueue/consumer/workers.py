@@ -124,8 +124,10 @@ class Workers:
             self.attempt = partial(self._surround, middleware, self.attempt)
 
     def _surround(self, middleware: Callable[..., Any], function: UserFunction, argument: Any) -> Any:
-        end = _wait_and_check if self.is_async else _check
-        return middleware(argument, lambda: end(function(argument)))
+        async def call_next() -> None:
+            _check(await done(function(argument)))
+
+        return middleware(argument, call_next if self.is_async else lambda: _check(function(argument)))
 
     async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
@@ -269,10 +271,6 @@ def _check(value: Any) -> None:
         if inspect.iscoroutine(value) or inspect.isgenerator(value):
             value.close()
         raise TypeError(f"the function returned an object of type {type(value).__name__}, which was not run")
-
-
-async def _wait_and_check(value: Any) -> None:
-    _check(await done(value))
 
 
 def _exit_child(error: BaseException | None) -> NoReturn:
