@@ -234,19 +234,19 @@ async def test_a_refused_settlement_leaves_its_message_to_be_delivered_again() -
 
 async def test_a_settlement_that_was_locked_is_sent_again_later_and_delays_no_other() -> None:
     desk = Desk(locked=[LOCKED, [True]], lost=[LOST, [True]], other=[[True]])
-    held = desk.hold(1, 2, 3)
+    *held, fourth = desk.hold(1, 2, 3, 4)
     for one, kind in zip(held, (b"locked", b"other", b"lost"), strict=True):
         desk.claims.send(Result(one, State.RETRIED, statement=asked(kind)))
         with suppress(psycopg.OperationalError):
             await desk.claims.flush()
     assert desk.asked == ["locked", "other", "lost"]
     assert (desk.settled, desk.claims.is_settled) == ([(2, "retried")], False)
-    for one in held:
-        one.settle_at = min(one.settle_at, time.monotonic() + 0.01)
     sending = asyncio.create_task(desk.claims.send_settlements())
+    await turn_until(lambda: len(desk.settled) == 2)
+    desk.claims.send(Result(fourth, State.RETRIED, statement=asked(b"other")))
     await turn_until(lambda: desk.claims.is_settled)
     sending.cancel()
-    assert sorted(desk.settled) == [(1, "retried"), (2, "retried"), (3, "retried")]
+    assert desk.settled == [(2, "retried"), (3, "retried"), (4, "retried"), (1, "retried")]
 
 
 async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(

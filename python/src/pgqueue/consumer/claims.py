@@ -158,7 +158,7 @@ class Claims:
 
     def queue(self, results: dict[ClaimedMessage, Result]) -> None:
         """Execute the statements of results soon."""
-        is_first = all(message.settle_at for message in self._due)
+        is_first = not self._has_new()
         self._due |= results
         if is_first:  # Otherwise a flush is on its way.
             self._runtime.signal()
@@ -204,11 +204,15 @@ class Claims:
         """Whether all settlements were sent and answered."""
         return not self._due
 
+    def _has_new(self) -> bool:
+        """Whether some of the settlements that are due were not tried yet: they come last."""
+        return bool(self._due) and not next(reversed(self._due)).settle_at
+
     async def send_settlements(self) -> None:
         """Send settlements, endlessly. Raises as `flush` does."""
         while True:
             again = min((message.settle_at for message in self._due), default=math.inf)
-            await self._runtime.wait_until(lambda: any(not message.settle_at for message in self._due), again)
+            await self._runtime.wait_until(self._has_new, again)
             if any(result.statement is None for result in self._due.values()):
                 await asyncio.sleep(timings.ack_batch)
             await self.flush()
