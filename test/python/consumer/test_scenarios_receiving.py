@@ -16,6 +16,7 @@ from consumers import (
     NOW,
     THREADS,
     Case,
+    Form,
     Interrupted,
     Step,
     attempts,
@@ -58,6 +59,19 @@ def test_a_message_is_handled_once_with_the_content_that_was_sent(case: Case) ->
     }
     stats = run.consumer.stats
     assert (stats.received, stats.succeeded, stats.failed, stats.lost, stats.running) == (6, 6, 0, 0, 0)
+
+
+@each_of([Form(True, "receive")])
+def test_a_message_counts_as_received_when_a_coroutine_gets_it(case: Case) -> None:
+    queue, seen = case.prepare(), list[int]()
+
+    async def work(_: Step) -> None:
+        seen.append(run.consumer.stats.received)
+
+    with case.consuming(work) as run:
+        queue.enqueue(1)
+        wait_for(case.is_empty)
+    assert seen == [1]
 
 
 @together(MIXED)

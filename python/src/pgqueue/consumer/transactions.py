@@ -149,7 +149,7 @@ class Transactions(Session):
             await self.command(_calls.COMMIT)
         if self.call.received is not None:  # After a conflict the call receives once more.
             received, self.call.received = self.call.received, None
-            self._runtime.post(received, len(rows))
+            self.post(received, len(rows))
         if not rows:
             return Attempt()
         results: list[Result] = []
@@ -244,7 +244,7 @@ class Transactions(Session):
                     raise OperationalError("the connection was lost while on_failure ran") from fault
                 await self.execute(undo)
                 text = f"on_failure raised {type(fault).__name__} for message {message.id}"
-                self._runtime.post(self._runtime.critical, fault, text)
+                self.post(self._runtime.critical, fault, text)
                 await self.command(begin)
         message.try_become(State.COMMITTING)
         try:

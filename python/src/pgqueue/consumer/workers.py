@@ -95,6 +95,10 @@ class Session:
         except Exception as error:
             return read_leniently(cursor, call, error)
 
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop: at once, or from this thread."""
+        function(*arguments) if self._workers.is_async else self._runtime.post(function, *arguments)
+
     async def sleep(self, seconds: float) -> None:
         """Wait."""
         await asyncio.sleep(seconds) if self._workers.is_async else time.sleep(seconds)  # noqa: ASYNC251
