@@ -249,10 +249,7 @@ async def test_a_settlement_that_was_locked_is_sent_again_later_and_delays_no_ot
     assert desk.settled == [(2, "retried"), (3, "retried"), (4, "retried"), (1, "retried")]
 
 
-async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timings, "settle_locked_again", 0.0)
+async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk("receive", record=[LOST, [True], REFUSED, LOCKED, [False], [False]])
     parts = desk.claims._runtime
     called = handlers.HandlerCalls(parts, Workers(parts))
@@ -268,6 +265,7 @@ async def test_a_call_in_receive_mode_goes_on_until_its_failures_are_recorded(
     assert [one.is_recorded for one in held] == [True, True, True, False]
     await asyncio.sleep(0)
     assert not recording.done()
+    held[3].settle_at = 0.0
     await desk.claims.flush()
     await recording
     assert desk.criticals == ["1 message could not be settled: it will be delivered again"]
