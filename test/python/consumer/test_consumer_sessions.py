@@ -10,24 +10,11 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import consumers
 import psycopg
 import pytest
 from clients import PATIENCE, Connection, connect, is_empty, wait_for
-from consumers import (
-    LONG,
-    MIXED,
-    OTHER_PAIR,
-    PAIR,
-    SECOND,
-    TRANSACTIONAL,
-    Case,
-    Form,
-    Step,
-    beside,
-    each_of,
-    prepare,
-    waits,
-)
+from consumers import LONG, MIXED, PAIR, SECOND, TRANSACTIONAL, Case, Form, Step, beside, each_of, prepare, waits
 from psycopg import sql
 from psycopg.types.json import JsonbDumper
 from psycopg.types.string import TextLoader
@@ -219,7 +206,7 @@ class BrokenLoader(TextLoader):
         raise ZeroDivisionError("the handler's own")
 
 
-@each_of(OTHER_PAIR)
+@each_of(consumers.OTHER_PAIR)
 def test_a_consumer_uses_adapters_of_its_own_on_connections_of_the_user(case: Case) -> None:
     queue = case.prepare()
 

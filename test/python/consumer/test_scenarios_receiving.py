@@ -7,26 +7,10 @@ from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any
 
+import consumers
 import pytest
 from clients import CONTEXT, PATIENCE, Connection, is_empty, wait_for
-from consumers import (
-    CROSSED,
-    FORMS,
-    MIXED,
-    NOW,
-    THREADS,
-    Case,
-    Form,
-    Interrupted,
-    Step,
-    attempts,
-    each_of,
-    failing,
-    prepare,
-    together,
-    victims,
-    waits_for_handlers,
-)
+from consumers import CROSSED, MIXED, Case, Form, Interrupted, Step, attempts, each_of, failing, prepare, together
 from psycopg.types.json import Jsonb
 
 from pgqueue import Handled, Queue, Retry
@@ -85,7 +69,7 @@ def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(case: 
     async def policy(step: Step) -> Any:
         assert await step.execute("select 1") == [(1,)]
         assert step.failure is not None
-        return Retry(NOW) if step.failure.attempt < 3 else Handled()
+        return Retry(consumers.NOW) if step.failure.attempt < 3 else Handled()
 
     with case.consuming(work, policy=policy) as run:
         wait_for(case.is_empty)
@@ -152,7 +136,7 @@ def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
     for queue in queues:
         prepare(connection, f"{queue}-other")
         ids[queue] = prepare(connection, queue, visibility_timeout=timedelta(hours=12)).enqueue(1)
-    process = CONTEXT.Process(target=victims, args=(database, queues, str(tmp_path)), daemon=True)
+    process = CONTEXT.Process(target=consumers.victims, args=(database, queues, str(tmp_path)), daemon=True)
     process.start()
     try:
         for queue in queues:
@@ -198,7 +182,7 @@ def test_every_attempt_sees_the_headers_that_were_sent(case: Case) -> None:
     async def policy(step: Step) -> Any:
         shown.append(str(step.message.headers))
         change(step.message)
-        return Retry(NOW)
+        return Retry(consumers.NOW)
 
     with case.consuming(work, policy=policy) as run:
         wait_for(case.is_empty)
@@ -273,7 +257,7 @@ def test_a_stop_waits_for_running_handlers(case: Case) -> None:
     with case.consuming(work, policy=pause, concurrency=2) as run:
         wait_for(lambda: len(inside) == 2)
         stop = run.stopping()
-        wait_for(lambda: waits_for_handlers(run))
+        wait_for(lambda: consumers.waits_for_handlers(run))
         queue.enqueue(2)
         gate.set()
         stop.result(PATIENCE)
@@ -286,7 +270,7 @@ def test_a_stop_waits_for_running_handlers(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "how"), [*zip(FORMS, ["forced", "asked for twice", "out of grace"] * 2, strict=True)], ids=str
+    ("form", "how"), [*zip(consumers.FORMS, ["forced", "asked for twice", "out of grace"] * 2, strict=True)], ids=str
 )
 def test_a_forced_stop_cancels_and_costs_no_attempt(case: Case, how: str) -> None:
     queue = case.prepare(visibility_timeout=timedelta(hours=12))
@@ -312,7 +296,7 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(case: Case, how: str) -> Non
         wait_for(lambda: len(inside) == 2)
         stop = run.stopping()
         if how != "out of grace":
-            wait_for(lambda: waits_for_handlers(run))
+            wait_for(lambda: consumers.waits_for_handlers(run))
             assert not stop.done()
         if how == "forced":
             run.stop(force=True)
@@ -357,7 +341,7 @@ def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(case:
     assert (run.failures, run.criticals, run.consumer.stats.succeeded) == ([], [], 0)
 
 
-@together(THREADS)
+@together(consumers.THREADS)
 def test_a_thread_that_ignores_the_stop_does_not_block_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "cancel", 0.0)
     monkeypatch.setattr(timings, "end_calls", 1.0)  # for the aborts of their connections to begin
