@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, Connection, wait_for
+from clients import PATIENCE, Connection, is_empty, wait_for
 from consumers import LONG, MODES, THREADS, Case, attempts, beside, extend_often, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
@@ -252,6 +252,16 @@ def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
     assert len(gate.made) == 1
     assert gate.all_closed()
     assert called == []
+
+
+def test_each_thread_of_handlers_ends_with_the_run(database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name).enqueue_batch([1, 2, 3])
+    met = threading.Barrier(3)
+    consumer = Consumer(database, name, lambda _: print(met.wait(PATIENCE)), concurrency=3)
+    consumer.start()
+    wait_for(lambda: is_empty(connection, name))
+    consumer.stop()
+    wait_for(lambda: not [thread for thread in threading.enumerate() if name in thread.name])
 
 
 def test_a_stop_returns_when_the_connection_that_extends_claims_is_closed(
