@@ -993,7 +993,7 @@ begin
 end;
 $$;
 
--- Raises 22023 unless the argument is valid. It takes a microsecond, so verbs for single messages test it themselves.
+-- Raises 22023 unless the argument is valid. It takes a microsecond, so frequent verbs such as ack test it themselves.
 create function pgqueue._require(is_valid boolean, argument text, given text, expected text) returns void
 language plpgsql stable as $$
 begin
